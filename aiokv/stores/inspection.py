@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     # (stage, total) -> function that takes the number of blocks done since its last call
     Stages = Callable[[str, int], Callable[[int], None]]
 
-_BATCH_BLOCKS: Final = 64  # read by one thread at a time
-_ABANDONED_AFTER_SECONDS: Final = 3_600.0  # an incomplete file that is younger may be written now
+_BATCH_BLOCKS: Final = 64  # blocks that one thread reads at a time
+_ABANDONED_AFTER_SECONDS: Final = 3_600.0  # a younger incomplete file may be in use
 
 
 class FileGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""SyncEngine: an engine for ordinary threads, on a loop of its own in a thread."""
+"""SyncEngine: an engine for ordinary threads, whose event loop runs in another thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// The block groups besides attention, together: recurrent state and sliding windows.
+// All block groups besides attention: recurrent state and sliding windows.
 #pragma once
 
 #include <algorithm>
@@ -33,12 +33,13 @@ class AuxiliaryGroups {
     }
 
     // -- hits and nodes of the index
-    // A hit of the first `blocks` of the path may end there.
+    // Returns true if a hit may end behind the first `blocks` of the path.
     bool covers(std::span<const NodeId> path, std::size_t blocks) const {
         return std::all_of(groups_.begin(), groups_.end(),
                            [&](const BlockGroup* group) { return group->covers(path, blocks); });
     }
-    // The ids that such a hit takes from host memory can be written on the device now.
+    // Returns true if the ids that this hit takes from host memory can be written on the device
+    // now.
     bool can_onload(std::span<const NodeId> path, std::size_t blocks) const {
         return windows_.can_onload(path, blocks);
     }
@@ -66,7 +67,7 @@ class AuxiliaryGroups {
     bool has_room(const Lease& lease, std::uint32_t total_blocks) const {
         return state_.has_room(lease) && windows_.has_room(lease, total_blocks);
     }
-    // A swapped lease can go on where it stopped.
+    // Returns true if a swapped lease still has its state and windows, so that it can be resumed.
     bool are_kept(const Lease& lease) const {
         return state_.is_kept(lease) && windows_.is_kept(lease);
     }
@@ -87,7 +88,7 @@ class AuxiliaryGroups {
     }
 
     // -- moves
-    // After the end of a move, of which the first `good` ids are proven.
+    // Call after the end of a move. The first `good` ids are proven.
     void finish_move(const Move& move, Outcome outcome, std::uint32_t good) {
         if (move.group == kRecurrentState) {
             state_.finish_move(move, outcome);
@@ -95,7 +96,7 @@ class AuxiliaryGroups {
             windows_.finish_move(move, good, outcome == Outcome::kFailed);
         }
     }
-    // The lease gives back the ids that the move writes: the move owns them from now on (I3).
+    // The lease gives back the ids that the move still writes. The move owns them from now on (I3).
     void orphan_move(Lease& lease, TransferId id, GroupId group, Step step) {
         if (group == kRecurrentState) {
             state_.orphan_move(lease, id, step);
@@ -103,13 +104,13 @@ class AuxiliaryGroups {
             windows_.orphan_move(lease, id, step);
         }
     }
-    // Saves of indexed ids to host memory.
+    // Returns true if ids are queued for a save to host memory.
     bool want_saves() const {
         return std::any_of(groups_.begin(), groups_.end(), [](const BlockGroup* group) {
             return group->host && group->host->wants_saves();
         });
     }
-    // Begins a save of one group; 0: there is nothing to copy.
+    // Begins a save of one group. Returns 0 if there is nothing to copy.
     TransferId take_save() {
         const TransferId id = state_.take_save();
         return id != 0 ? id : windows_.take_save();
@@ -130,7 +131,7 @@ class AuxiliaryGroups {
         return newest;
     }
 
-    // Zeros for recurrent state that the model does not have.
+    // Returns zeros for recurrent state that the model does not have.
     GroupStatistics statistics(GroupId number) const {
         if (number == kRecurrentState && !state_.exists()) return {};
         GroupStatistics s = group(number).statistics();

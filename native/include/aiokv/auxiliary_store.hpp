@@ -33,8 +33,8 @@ class HostIds {
 
     explicit HostIds(GroupPool& pool) : pool_(pool), flags_(pool.capacity(), 0) {}
 
-    // The id has another copy from now on; the last one was evicted or dropped. Returns true when
-    // that one was queued.
+    // Call when the id gets another copy, after the last one was evicted or dropped. Returns true
+    // if a save of the last copy was queued.
     bool renew(BlockId id, std::uint8_t flags);
 
     bool is_live(BlockId) const { return true; }
@@ -61,7 +61,7 @@ class HostIds {
 
     GroupPool& pool_;
     std::vector<std::uint8_t> flags_;  // by host id
-    bool is_renewed_ = false;          // an id was renewed since next_evicted()
+    bool is_renewed_ = false;          // whether an id was renewed since next_evicted()
 };
 
 class AuxiliaryStore {
@@ -78,7 +78,7 @@ class AuxiliaryStore {
     // -- saves
     // The host id has got a copy from the device.
     void note_copy(BlockId id);
-    // A lease is granted that uses what is attached to the node.
+    // A lease that uses the ids attached to the node is granted.
     void note_use(NodeId node);
     bool wants_saves() const { return saves_.wants_saves(); }
     TransferId take() { return saves_.take(); }
@@ -88,7 +88,8 @@ class AuxiliaryStore {
         return device_.find(node) != kNoBlock || host_.find(node) != kNoBlock;
     }
     // Begins to fetch the copies that these nodes lack, or returns the fetch in flight that brings
-    // the first one. 0: they lack none, or there is no room for all.
+    // the first of them. Returns 0 if no copy is missing, or if the host has no room for all of
+    // them.
     TransferId begin_fetch(std::span<const NodeId> nodes);
 
     // -- both
@@ -96,13 +97,13 @@ class AuxiliaryStore {
     const StoreTransfer& get(TransferId id) const {
         return saves_.has(id) ? saves_.get(id) : fetches_.at(id);
     }
-    // Copies before `first_bad` are proven when a fetch failed. `results`: of a save; see
-    // SaveQueue::complete().
+    // If a fetch failed, its copies before `first_bad` are proven. `results`: results of a save;
+    // see SaveQueue::complete().
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad,
                   std::span<const std::uint8_t> results);
     void add_to(GroupStatistics& statistics) const;
 
-    // Adds the host ids that fetches own, and the readers of those that saves read.
+    // Adds the host ids that fetches own to `ids`, and counts the saves that read an id as readers.
     void check(Report& report, Ownership& ids, std::vector<std::uint32_t>& readers) const;
 
   private:
@@ -125,7 +126,7 @@ class AuxiliaryStore {
     std::unordered_map<NodeId, TransferId> coming_;  // by node: the fetch in flight
     std::uint64_t fetched_ = 0;
     std::uint64_t unfetched_ = 0;
-    std::uint64_t evicted_ = 0;  // to make room for fetches
+    std::uint64_t evicted_ = 0;  // ids evicted to make room for fetches
 };
 
 }  // namespace aiokv

@@ -23,11 +23,13 @@ class AuxiliaryStores {
     TransferId take();  // 0: there is nothing to save
 
     // -- fetches for a hit of the first `blocks` blocks of a prompt, which are cached
-    // Per block from `first` to `end` of the prompt, all cached: the group has a copy in a tier.
+    // Returns a flag per block from `first` to `end` of the prompt: 1 if a tier has the group's
+    // copy. All these blocks must be cached.
     std::vector<std::uint8_t> has_copies(Lease& lease, GroupId group, std::size_t first,
                                          std::size_t end) const;
-    // Begins to fetch what the hit lacks in a group, or returns the fetch in flight that brings the
-    // first of it. 0: it lacks nothing, the blocks are not cached, or the host has no room.
+    // Begins to fetch the copies of one group that the hit lacks, or returns the fetch in flight
+    // that brings the first of them. Returns 0 if no copy is missing, if the blocks are not cached,
+    // or if the host has no room.
     TransferId begin_fetch(Lease& lease, GroupId group, std::size_t blocks);
 
     // -- both

@@ -21,15 +21,15 @@ class Batches {
 
     // Throws LeaseError, changing nothing, unless all leases have blocks and stay on the device.
     BatchId begin(std::span<const LeaseId> ids);
-    // `step`: 0, or the step that the batch's work belongs to. Returns the releasing leases of
-    // which this was the last batch.
+    // `step`: step that includes the batch's work, or 0. Returns the releasing leases that waited
+    // only for this batch.
     std::vector<LeaseId> end(BatchId id, Step step);
     // The batches of one lease, in ascending order.
     std::vector<BatchId> of(LeaseId id) const;
 
-    // The batches of `lease` are those of `keeper` from now on.
+    // Moves the batches of `lease` to `keeper`.
     void hand_over(Lease& lease, Lease& keeper);
-    // The batches of `lease` are those of `keeper` too.
+    // Adds the batches of `lease` to those of `keeper`.
     void share(const Lease& lease, Lease& keeper);
 
     void check(Report& report) const;

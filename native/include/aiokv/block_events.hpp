@@ -43,7 +43,7 @@ struct BlockRun {
     BlockEvent event = BlockEvent::kStored;
     Medium medium = Medium::kDevice;
     bool has_parent = false;  // false: the first block of `digests` begins a prompt
-    Digest parent{};          // digest of the block before the first one
+    Digest parent{};          // digest of the block before the first block of `digests`
     std::vector<Digest> digests;
     // Set for kStored only:
     std::string context;
@@ -53,7 +53,7 @@ struct BlockRun {
 
 struct EventCounts {
     std::uint64_t dropped_blocks = 0;  // events of blocks that a full queue has dropped
-    std::uint64_t restarts = 0;        // times that this has happened
+    std::uint64_t restarts = 0;        // number of times that a full queue was dropped
 };
 
 class BlockEvents {
@@ -72,17 +72,17 @@ class BlockEvents {
     void clear();
 
     // -- streams
-    // Reports all existing blocks, then each change. At most `max_blocks` events of blocks
-    // wait in its queue.
+    // Opens a stream that reports all existing blocks, and then each change. Its queue holds events
+    // of at most `max_blocks` blocks.
     EventStreamId open(std::size_t max_blocks);
     void close(EventStreamId id);
-    // Reports all existing blocks once more, after the sweep under way: for subscribers that
-    // have joined later.
+    // Reports all existing blocks once more, after the current sweep. Call when a subscriber has
+    // joined later than the others.
     void repeat(EventStreamId id);
-    // Has events, or sweeps. False: the reports are equal to the tiers.
+    // Returns true if the stream has events or sweeps; false if it has reported the present state.
     bool is_due(EventStreamId id) const;
-    // The next events, in order, of `max_blocks` blocks or a few more; while the stream sweeps,
-    // perhaps none.
+    // Returns the next events, in order: about `max_blocks` blocks, sometimes a few more. During a
+    // sweep, the result may be empty.
     std::vector<BlockRun> drain(EventStreamId id, std::size_t max_blocks);
     EventCounts counts(EventStreamId id) const { return stream(id).counts; }
 

@@ -21,7 +21,7 @@ class Report;
 
 class BlockGroup {
   public:
-    // `host_blocks` 0: the blocks stay on the device.
+    // With `host_blocks` 0, the ids stay on the device.
     BlockGroup(const CoreConfig& config, GroupId number, Index& index, TransferLedger& transfers,
                GroupPool device, std::uint32_t host_blocks);
 
@@ -32,7 +32,7 @@ class BlockGroup {
     const GroupPool* host_pool() const { return host ? &host->pool() : nullptr; }
 
     // -- hits and nodes of the index
-    // A hit of the first `blocks` of the path may end there.
+    // Returns true if a hit may end behind the first `blocks` of the path.
     bool covers(std::span<const NodeId> path, std::size_t blocks) const {
         return pool.covers(index_.tree(), path, blocks, host_pool());
     }
@@ -43,12 +43,12 @@ class BlockGroup {
     }
 
     // -- ids for leases
-    // Evicts an idle id when none is free; see GroupPool.
+    // Takes an id. Evicts an idle one when none is free; see GroupPool.
     BlockId take();
     BlockId take_writable();
-    // Gives the caller's id, in which the block was computed, to the node.
+    // Attaches the caller's id, in which the block was computed, to the node.
     void attach(NodeId node, BlockId id);
-    // A lease hits the node, and uses its device id.
+    // Call when a lease hits the node and uses its device id.
     void note_hit(NodeId node) {
         if (host) host->note_hit(node);
     }
@@ -59,14 +59,14 @@ class BlockGroup {
     AuxiliaryStore* store() { return host ? host->stores() : nullptr; }  // null: not connected
 
     GroupStatistics statistics() const;
-    // `readers`, `host_readers`: number per id on the device, and in host memory besides those that
-    // HostCopies counts. `ids`: owners that are not nodes.
+    // `readers`, `host_readers`: number of readers per device id and per host id, without those
+    // that HostCopies counts. `ids`: owners that are not nodes.
     void check(Report& report, Ownership ids, std::vector<std::uint32_t> readers,
                std::vector<std::uint32_t> host_readers) const;
 
     GroupPool pool;                  // on the device
     std::optional<HostCopies> host;  // none: the blocks stay on the device
-    std::uint64_t cloned = 0;        // copies on the device that leases began with
+    std::uint64_t cloned = 0;        // copies on the device with which leases began
     std::uint64_t onloaded = 0;      // copies that came from host memory
 
   private:

@@ -27,7 +27,8 @@ class BlockPool {
     // The lowest free ids, ascending. Requires out.size() <= free_blocks().
     void take_lowest(std::span<BlockId> out);
 
-    // The lowest free id and the free ids that follow it, at most `count`. Requires a free id.
+    // A range of free ids that begins with the lowest free one and has at most `count` ids.
+    // Requires a free id.
     struct Extent {
         BlockId first;
         std::uint32_t count;
@@ -58,7 +59,7 @@ class BlockPool {
     std::uint32_t free_ = 0;
     std::vector<std::uint64_t> words_;    // bit = 1: free
     std::vector<std::uint64_t> summary_;  // bit = 1: the word has a free id
-    std::size_t first_summary_ = 0;       // no summary word before it has a bit
+    std::size_t first_summary_ = 0;       // index of the first summary word that may have a bit
 };
 
 }  // namespace aiokv

@@ -21,8 +21,7 @@ inline bool is_line_aligned(const void* address) {
 
 inline constexpr bool kHasStreamingStores = true;
 
-// `to` is aligned to a line. Call streaming_fence() before the bytes are announced to another
-// thread.
+// Requires an aligned `to`. Call streaming_fence() before another thread is told of the bytes.
 inline void stream_line(char* to, const char* from) {
     const auto* source = reinterpret_cast<const __m128i*>(from);
     auto* target = reinterpret_cast<__m128i*>(to);
@@ -36,8 +35,8 @@ inline void stream_line(char* to, const char* from) {
     _mm_stream_si128(target + 3, d);
 }
 
-// Any address is allowed, valid or not. The non-temporal hint made copies 1.7 times slower on a
-// Xeon of 2023 (bench/peer_layouts.py).
+// Accepts any address, even an invalid one. With the non-temporal hint, copies were 1.7 times
+// slower on a Xeon of 2023 (bench/peer_layouts.py).
 inline void prefetch_line(const char* from) {
     _mm_prefetch(from, _MM_HINT_T0);
 }

@@ -1,4 +1,5 @@
-// The end of transfers: what has arrived becomes visible, what has not is taken back (I3, I4).
+// The end of transfers: bytes that have arrived become visible; ids of the others are freed (I3,
+// I4).
 #pragma once
 
 #include <cstdint>
@@ -42,9 +43,9 @@ class Completions {
 
     // Blocks before `first_bad_block` are proven when the transfer failed.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
-    // The recurrent state or a window of the lease is that of no position any more.
+    // Call when the lease's recurrent state or a window no longer matches any position.
     void lose_sides(Lease& lease) { fail(lease, 0); }
-    // The first position to compute again after a failed onload, or -1 when none failed.
+    // Returns the first position to compute again after a failed onload, or -1 if none has failed.
     std::int64_t recompute_from(Lease& lease);
 
   private:

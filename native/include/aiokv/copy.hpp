@@ -35,7 +35,7 @@ struct Piece {
     Convert decode = nullptr;       // from the host to the device; null with `encode`
 };
 
-// Addresses of the blocks of both tiers. Borrows the memory; immutable.
+// Addresses of the blocks of both tiers. Does not own the memory. Immutable.
 struct BlockMap : std::enable_shared_from_this<BlockMap> {
     std::vector<std::vector<Piece>> layers;
     std::uintptr_t host_base = 0;
@@ -59,7 +59,8 @@ struct Run {
 void check_ids(const BlockMap& map, Direction direction, std::span<const std::int32_t> host_ids,
                std::span<const std::int32_t> device_ids);
 
-// Pairs sorted by host id, and merged where both sides are consecutive. The lists are equally long.
+// Returns the pairs sorted by host id; pairs that are consecutive on both sides form one run. The
+// lists must have equal lengths.
 std::vector<Run> merge_runs(std::span<const std::int32_t> host_ids,
                             std::span<const std::int32_t> device_ids);
 
@@ -92,7 +93,7 @@ std::shared_ptr<CopyJob> copy_blocks(Stream& stream, std::shared_ptr<const Block
                                      std::span<const std::int32_t> device_ids,
                                      std::shared_ptr<Event> after = nullptr);
 
-// The error of one recording of an event that a copy waited for; empty for success.
+// Returns the error of one recording of an event that a copy waited for; empty for success.
 std::string failure_of(const Event& event, std::uint64_t generation);
 
 // memcpy whose stores bypass the caches when `streaming`; needs a streaming_fence() before the

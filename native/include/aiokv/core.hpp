@@ -67,7 +67,7 @@ class Core {
     // -- leases. The id of a closed lease, or one that was never given out, throws LeaseError.
     Hit match(Tokens tokens, std::string_view context, bool reads = true, bool writes = true,
               std::span<const Item> items = {});
-    // Returns the hit of match(), without a lease; changes nothing, not even recency.
+    // Returns the hit that match() would find. Changes nothing, not even recency.
     Hit would_hit(Tokens tokens, std::string_view context, std::span<const Item> items = {}) const;
     Pending pending(LeaseId id) { return matching_.pending(leases_.at(id), promises_); }
     void check_request(LeaseId id, std::int64_t num_tokens, Reserve reserve = {}) const {
@@ -91,19 +91,19 @@ class Core {
         external_.refuse("extend", "name the blocks of new positions with assign");
         return grants_.extend(ids, num_tokens);
     }
-    // Names external device blocks of the next positions.
+    // Names the external device blocks of the next positions.
     void assign(LeaseId id, std::span<const BlockId> ids, std::int64_t computed_tokens) {
         external_.assign(leases_.at(id), ids, computed_tokens);
     }
-    // `id` is of any lease that match() has returned, released ones included.
+    // `id`: any lease that match() has returned, even a released one.
     bool is_idle(LeaseId id) const { return external_.uses().is_idle(id); }
-    // The newest unfinished step that is_idle() waits for, or 0.
+    // Returns the newest unfinished step that is_idle() waits for, or 0.
     Step idle_after_step(LeaseId id) const { return external_.after_step(id); }
     std::vector<LeaseId> take_idle() { return external_.uses().take_idle(); }
     std::vector<LeaseId> take_advanced() { return external_.saves().take_advanced(); }
     std::vector<BlockId> take_queued_ids() { return external_.saves().take_queued_ids(); }
     void give_up_saves() { external_.saves().give_up_queue(); }
-    // Ends the released leases that waited for external saves only, and returns them.
+    // Ends and returns the released leases that waited only for external saves.
     std::vector<LeaseId> end_saved();
     Fork fork(LeaseId id, Step step) {
         external_.refuse("fork", "match the prompt again, and assign the blocks that it shares");
@@ -128,28 +128,29 @@ class Core {
     LeaseId truncate(LeaseId id, std::int64_t num_tokens, Step step) {
         return releases_.truncate(leases_.at(id), num_tokens, step);
     }
-    // False: batches or transfers of peers in flight keep the blocks; end_batch() or complete()
-    // will release the lease.
+    // Returns false if batches or transfers of peers in flight still use the blocks: end_batch() or
+    // complete() then releases the lease.
     bool release(LeaseId id, Step step, Step used_in = 0) {
         return releases_.release(leases_.at(id), step, used_in);
     }
     std::int64_t recompute_from(LeaseId id) { return completions_.recompute_from(leases_.at(id)); }
-    // The lease will compute nothing, so it takes no state slot; `whole`: it may hit its last
-    // block.
+    // The lease will compute nothing, so a grant gives it no state slot. With `whole`, it may hit
+    // all full blocks of its prompt.
     void compute_nothing(LeaseId id, bool whole = false);
 
     const Lease& lease(LeaseId id) const { return leases_.at(id); }
-    // The device blocks of the hit: of a new match as long as the lease is matched, later of the
-    // grant; none while the lease is swapped.
+    // Returns the device blocks of the hit: of a new match while the lease is matched, of the grant
+    // afterwards, and none while the lease is swapped.
     std::vector<BlockId> hit_blocks(LeaseId id);
     Usage usage(LeaseId id) const;
-    // The hit of the last grant in a group besides attention; empty after a failed onload.
+    // Returns the hit of the last grant in a group besides attention; empty after a failed onload.
     GroupHit group_hit(LeaseId id, GroupId group) const;
-    // Has blocks, and its hit can still be matched: no reset and no failed copy came between.
+    // Returns true if the lease has blocks and its hit can still be matched, because there was no
+    // reset and no failed copy since then.
     bool is_current(LeaseId id) const;
-    // The table of a window group, or, for group -1, of all other layers.
+    // Returns the table of a window group, or, for group -1, the table of all other layers.
     const std::vector<BlockId>& table_of(LeaseId id, std::int32_t group) const;
-    // Blocks of the longest table; released leases have none.
+    // Returns the number of blocks of the longest table. Released leases count as 0.
     std::size_t longest_table(std::span<const LeaseId> ids) const;
     std::vector<std::int32_t> lengths(std::span<const LeaseId> ids) const;
     void block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
@@ -157,13 +158,13 @@ class Core {
 
     // -- compute in flight
     BatchId begin_batch(std::span<const LeaseId> ids);
-    // True while a lease has onloads in flight, for which its computing waits.
+    // Returns true while an onload is in flight for one of the leases: computing must wait for it.
     bool has_onloads(std::span<const LeaseId> ids) const {
         return std::any_of(ids.begin(), ids.end(),
                            [&](LeaseId id) { return !leases_.at(id).onloads.empty(); });
     }
-    // `step`: 0, or the step that the batch's work belongs to. Returns the leases that waited for
-    // it and are released now.
+    // `step`: step that includes the batch's work, or 0. Returns the leases that waited for this
+    // batch and are released now.
     std::vector<LeaseId> end_batch(BatchId id, Step step);
     std::vector<BatchId> batches(LeaseId id) const { return batches_.of(id); }
 
@@ -196,7 +197,7 @@ class Core {
         state_.discard_snapshot(leases_.at(id), slot);
     }
     std::vector<std::uint32_t> snapshot_points(LeaseId id) const;
-    // Begins a save of blocks of one group to host memory. Returns 0 if there is nothing to save.
+    // Begins a save of ids of one group to host memory. Returns 0 if there is nothing to save.
     TransferId take_group_save() { return auxiliary_.take_save(); }
     bool is_move(TransferId id) const { return transfers_.is_move(id); }
     const Move& move(TransferId id) const { return transfers_.move(id); }
@@ -228,33 +229,34 @@ class Core {
         const TransferId id = store_saver_.take();
         return id != 0 ? id : auxiliary_stores_.take();
     }
-    // A fetch or a save in flight. Throws UsageError: it is none.
+    // Returns a fetch or a save in flight. Throws UsageError for any other id.
     const StoreTransfer& store_transfer(TransferId id) const;
-    // The group of a fetch or a save in flight.
+    // Returns the group of a fetch or a save in flight.
     GroupId group_of(TransferId id) const {
         return auxiliary_stores_.has(id) ? auxiliary_stores_.group_of(id) : kAttention;
     }
 
     // -- peers
-    // `step`: the open one. It may use the window blocks that the lease gives back.
+    // `step`: the open step, which may still use the window blocks that the lease gives back.
     TransferId receive(LeaseId id, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
                        std::int64_t first_block, Step step) {
         return peers_.receive(leases_.at(id), ticket, num_tokens, group, first_block, step);
     }
-    // `step`: the open one, behind which the layers of a mark are computed at the latest.
+    // `step`: the open step. It computes the layers of a mark, at the latest.
     TransferId send(LeaseId id, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
                     std::int64_t first_block, LayerRanges layers, std::uint64_t mark, Step step) {
         return peers_.send(leases_.at(id), ticket, num_tokens, group, first_block, layers, mark,
                            step);
     }
-    // A lease that has windows of the ticket behind positions that are not committed fails.
+    // Fails the lease if it has windows of the ticket behind positions that are not committed.
     void end_ticket(LeaseId id, const TicketId& ticket) {
         Lease& lease = leases_.at(id);
         if (peers_.end_ticket(lease, ticket)) completions_.lose_sides(lease);
     }
-    // With recurrent state, the end of its receive commits. All windows have arrived.
+    // Requires that all windows have arrived. With recurrent state, the end of its receive commits,
+    // not this call.
     std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);
-    // Throws LeaseError: these positions have no tokens.
+    // Throws LeaseError if these positions have no tokens.
     Digest prompt_digest(LeaseId id, std::int64_t num_tokens) const;
     const PeerTransfer& peer_transfer(TransferId id) const { return peers_.get(id); }
     std::vector<PeerEnd> take_peer_ends() { return peers_.take_ends(); }
@@ -269,8 +271,8 @@ class Core {
         return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id) ||
                auxiliary_stores_.has(id) || peers_.has(id) || external_.has(id);
     }
-    // `results`: of a save, a SaveResult per block, or none.
-    // Returns the leases that waited for a transfer of a peer and are released now.
+    // `results`: a SaveResult per block of a save; else empty. Returns the leases that waited for a
+    // transfer of a peer and are released now.
     std::vector<LeaseId> complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
                                   std::span<const std::uint8_t> results = {});
     std::vector<TransferId> take_abandoned() {
@@ -286,7 +288,8 @@ class Core {
         device_.finish_step(step);
         auxiliary_.finish_step(step);
     }
-    // The newest step that may still read or write blocks, state slots or windows; 0: none.
+    // Returns the newest step that may still read or write blocks, state slots or windows; 0 if
+    // there is none.
     Step unfinished_step() const {
         return std::max(device_.unfinished_step(), auxiliary_.unfinished_step());
     }
@@ -317,13 +320,13 @@ class Core {
         return {device_.free_blocks(), residency_.evictable(), state_.usable_slots()};
     }
 
-    // Changes of the two tiers, for subscribers.
+    // The changes of the two tiers, for subscribers.
     BlockEvents& events() { return events_; }
 
     const Histogram& hold_times() const { return leases_.hold_times(); }
     CoreStatistics statistics() const;
-    // The counts of a group besides attention; zeros for recurrent state that the model does not
-    // have. Throws UsageError: the cache has no such group.
+    // Returns the counts of a group besides attention; zeros for recurrent state that the model
+    // does not have. Throws UsageError if the cache has no such group.
     GroupStatistics group_statistics(GroupId group) const;
     std::vector<std::string> violations() const;
     std::vector<BlockView> blocks() const { return index_.blocks(); }
@@ -335,9 +338,9 @@ class Core {
     }
 
   private:
-    static constexpr std::size_t kMaxListed = 4096;  // records of leases: takes less than 1 ms
+    static constexpr std::size_t kMaxListed = 4096;  // most leases to look at: < 1 ms
 
-    // Empty for a released lease.
+    // Returns the table of a lease; empty if the lease was released.
     const std::vector<BlockId>& table_if_held(LeaseId id, std::int32_t group) const;
     void finish_state(Lease& lease, std::uint32_t num_tokens);
 

@@ -24,15 +24,16 @@ constexpr GroupId kAttention = -2;
 constexpr GroupId kRecurrentState = -1;
 using Tokens = std::span<const std::int32_t>;
 
-// When blocks are saved to the tier below: from the device to host memory, from there to stores.
+// When blocks are saved to the next slower tier: from the device to host memory, or from host
+// memory to stores.
 enum class SavePolicy : std::uint8_t {
     kNone,
-    kWriteThrough,  // when they are committed, or are in host memory
-    kNthUse,        // at their n-th use, of which computing them is the first
+    kWriteThrough,  // when they are committed, or when they reach host memory
+    kNthUse,        // at their n-th use; computing them is the first
     kWriteBack,     // shortly before their eviction; the device drops no unsaved block
 };
 
-// Number of uses after which a block is saved.
+// Returns true if a block with this number of uses is saved.
 constexpr bool saves_after(SavePolicy policy, std::uint32_t n, std::uint32_t uses) {
     return policy == SavePolicy::kWriteThrough || (policy == SavePolicy::kNthUse && uses >= n);
 }
@@ -44,21 +45,21 @@ struct StoreConfig {
     std::uint32_t uses = 2;             // the n of kNthUse
     bool only_reused = false;           // a block is saved when it is offered the second time
     std::uint32_t queue_blocks = 4096;  // blocks that may wait for a save
-    std::uint32_t ahead_blocks = 0;     // kWriteBack: host blocks that are kept free or saved
+    std::uint32_t ahead_blocks = 0;     // kWriteBack: number of host blocks to keep free or saved
 
-    // A host copy is due after so many uses of its block.
+    // Returns true if a host copy with this number of uses is saved.
     bool saves_after(std::uint32_t uses_so_far) const {
         return aiokv::saves_after(policy, uses, uses_so_far);
     }
 };
 
-// Layers whose attention sees the first `sink_tokens` positions and the last `window_tokens`, its
-// own included.
+// Layers whose attention sees the first `sink_tokens` positions and the last `window_tokens`,
+// including the current one.
 struct WindowConfig {
     std::uint32_t device_blocks = 0;
     std::uint32_t window_tokens = 0;
-    std::uint32_t step_tokens = 0;  // the most that a step computes of a lease; 0: anything
-    std::uint32_t sink_tokens = 0;  // 0: the window only
+    std::uint32_t step_tokens = 0;  // most positions that a step computes for a lease; 0: no limit
+    std::uint32_t sink_tokens = 0;  // 0: no sink
     std::uint32_t host_blocks = 0;  // blocks in host memory
 };
 
@@ -67,21 +68,21 @@ struct CoreConfig {
     std::uint32_t device_blocks = 0;
     std::uint32_t host_blocks = 0;
     std::uint32_t leave_tokens = 1;    // positions at the end of a prompt that are always computed
-    std::uint32_t reserve_blocks = 0;  // kept from allocate, for extend
+    std::uint32_t reserve_blocks = 0;  // blocks that allocate leaves to extend
     SavePolicy write_policy = SavePolicy::kNone;
     std::uint32_t write_uses = 2;            // the n of kNthUse
-    std::uint32_t low_watermark_blocks = 0;  // free or clean; eviction runs ahead of this
-    std::uint32_t min_onload_blocks = 0;     // fewer host blocks than this are computed instead
+    std::uint32_t low_watermark_blocks = 0;  // blocks to keep free or clean by early eviction
+    std::uint32_t min_onload_blocks = 0;     // hits on fewer host blocks are computed instead
     std::string eviction = "lru";            // name of a policy; see EvictionOrder
     std::uint32_t state_slots = 0;           // 0: the model has no recurrent state
     std::vector<WindowConfig> windows = {};
-    std::uint32_t max_leases = kMaxLeases;  // open at a time
+    std::uint32_t max_leases = kMaxLeases;  // most leases that are open at a time
     StoreConfig stores = {};
     std::uint32_t host_state_slots = 0;  // snapshots in host memory
     bool external_device = false;        // a server owns the device blocks; see ExternalBlocks
     bool splits_items = false;           // a hit may end inside a multimodal item
 
-    // Number of uses after which a block on the device is copied to host memory.
+    // Returns true if a device block with this number of uses is copied to host memory.
     bool copies_after(std::uint32_t uses) const {
         return saves_after(write_policy, write_uses, uses);
     }
@@ -101,7 +102,7 @@ struct Usage {
     std::uint32_t prompt_tokens;
     std::uint32_t cached_device_tokens;  // cached at the last grant
     std::uint32_t cached_host_tokens;
-    std::uint32_t computed_blocks;      // again after a preemption
+    std::uint32_t computed_blocks;      // counts recomputed blocks again
     std::uint32_t cached_store_tokens;  // cached tokens that a fetch brought
 };
 
@@ -112,7 +113,7 @@ struct Room {
     std::uint32_t state_slots;
 };
 
-// Blocks behind a match that a granted lease has promised to compute.
+// Blocks behind a match that a granted lease will compute.
 struct Pending {
     LeaseId owner;  // 0: none
     std::uint32_t blocks;
@@ -121,7 +122,7 @@ struct Pending {
 enum class Grant : std::uint8_t { kNone, kReady, kLoading };
 enum class Outcome : std::uint8_t { kDone, kFailed, kCancelled };
 
-// The first of `blocks` whose bytes have arrived.
+// Returns the number of leading blocks whose bytes have arrived.
 inline std::uint32_t proven(Outcome outcome, std::uint32_t first_bad, std::size_t blocks) {
     const auto all = static_cast<std::uint32_t>(blocks);
     if (outcome == Outcome::kDone) return all;
@@ -135,8 +136,8 @@ struct Transfer {
     std::vector<BlockId> device_blocks;
     std::vector<BlockId> host_blocks;
     std::vector<LeaseId> leases;  // leases that own or joined an onload
-    // Blocks behind those of `nodes` are not indexed: the tail of a lease that is swapped. When
-    // that lease is released or retracted first, the transfer owns them.
+    // The transfer also copies the tail of this swapped lease: blocks behind `nodes` that are not
+    // indexed. If the lease is released or retracted before the end, the transfer owns them.
     LeaseId tail_owner = 0;
     bool orphaned = false;    // the tail's owner has given it back, and may join the transfer again
     bool cancelling = false;  // a worker was asked to cancel it: no other lease may join it
@@ -151,18 +152,18 @@ struct StateCopy {
     BlockId target = kNoBlock;  // kNoBlock: none
 };
 
-// Where the ids of a move lie.
+// Pools of the sources and of the targets of a move.
 enum class MoveRoute : std::uint8_t {
     kOnDevice,
     kFromHost,  // the sources are in host memory
     kToHost,    // the targets are in host memory: indexed ids are saved
 };
 
-// A copy of ids of one auxiliary pool. It makes ids of a lease ready, with copies or with zeros, or
-// saves indexed ids.
+// A copy of ids of one auxiliary pool: it fills ids of a lease with copies or zeros, or saves
+// indexed ids.
 struct Move {
-    LeaseId lease = 0;  // 0: a save; or it was released or retracted. The move owns the targets
-    std::vector<BlockId> sources;  // the move is a reader of each; kNoBlock: zeros
+    LeaseId lease = 0;             // 0: a save, or the lease has gone and the move owns the targets
+    std::vector<BlockId> sources;  // the move reads each of them; kNoBlock: fill with zeros
     std::vector<BlockId> targets;
     Step after_step = 0;
     MoveRoute route = MoveRoute::kOnDevice;
@@ -172,7 +173,7 @@ struct Move {
 struct Fork {
     LeaseId lease;  // 0: no room
     std::vector<BlockId> source_blocks;
-    std::vector<BlockId> target_blocks;  // and the state slot, from lease to lease
+    std::vector<BlockId> target_blocks;  // targets of the copies; the state slot is copied, too
 };
 
 struct CoreStatistics {
@@ -196,7 +197,7 @@ struct CoreStatistics {
 struct GroupStatistics {
     std::uint32_t device_free, device_cached, device_set_aside, host_free, host_cached;
     std::uint64_t evicted_device, evicted_host;
-    std::uint64_t cloned, onloaded, saved;  // copies on the device, to it, and to host memory
+    std::uint64_t cloned, onloaded, saved;  // copies on the device, from the host, to the host
     std::uint64_t stored, unstored, fetched, unfetched;
     std::uint64_t received, sent;
 };
@@ -204,7 +205,7 @@ struct GroupStatistics {
 // One indexed block, for dumps and tests.
 struct BlockView {
     std::string_view context;
-    std::vector<std::int32_t> prefix;  // its tokens and all before them
+    std::vector<std::int32_t> prefix;  // token ids of the block and of all blocks before it
     const Node* node;
     std::uint32_t refs;
 };

@@ -1,4 +1,4 @@
-// Every CUDA call goes through check(): a failure carries CUDA's code and name.
+// Checks of CUDA calls: a failure carries CUDA's code and name.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,7 @@ inline void check(cudaError_t code, const char* what) {
     }
 }
 
-// A launch reports bad arguments only through the last error.
+// CUDA reports bad arguments of a launch only as the thread's last error.
 inline void check_launch(const char* what) {
     check(cudaGetLastError(), what);
 }

@@ -18,16 +18,17 @@ class SwapEngine {
     SwapEngine(const SwapEngine&) = delete;
     SwapEngine& operator=(const SwapEngine&) = delete;
 
-    // Checks every id, then hands the transfer to its lane; microseconds, and no driver call.
-    // Throws UsageError with nothing moved, DeviceError when the device is broken.
+    // Checks all ids, then hands the transfer to its lane. Takes microseconds and calls no driver
+    // function. Throws UsageError, changing nothing, or DeviceError when the device is broken.
     std::shared_ptr<Transfer> submit(Direction direction, std::span<const std::int32_t> host_ids,
                                      std::span<const std::int32_t> device_ids, cudaEvent_t after,
                                      Path path);
-    // Finishes what was submitted, joins the threads, frees device memory. Idempotent.
+    // Finishes the submitted transfers, joins the threads and frees device memory. Idempotent.
     void close();
 
     Lane& lane(Direction direction);
-    // Layers that become usable together: a matter of sizes only, so known before any transfer.
+    // Returns the layers that become usable together. They depend on sizes only, so they are known
+    // before any transfer.
     std::vector<Group> groups(Direction direction) const;
     const Health& health() const { return *health_; }
     double cpu_seconds() const;

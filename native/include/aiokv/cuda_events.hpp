@@ -10,7 +10,7 @@
 
 namespace aiokv::cuda {
 
-// Makes a device current for a scope; the caller's own choice comes back.
+// Makes a device current for a scope, and then the caller's device again.
 class DeviceScope {
   public:
     explicit DeviceScope(int device);
@@ -22,7 +22,8 @@ class DeviceScope {
     int previous_ = -1;
 };
 
-// An event is handed out again only after its owner, which outlives every query, has gone.
+// A pool of events. An owner gives its event back when it is destroyed; queries end before that, so
+// no query sees another owner's use.
 class EventPool {
   public:
     EventPool(int device, bool timing);
@@ -41,8 +42,8 @@ class EventPool {
     std::vector<cudaEvent_t> free_;
 };
 
-// The first error that persists after its call, such as a fault in a kernel: no result of the
-// device is valid after it, and all waiters have to get it.
+// The first persistent error of the device, such as a fault in a kernel. After it, no result of the
+// device is valid, so all waiters must get the error.
 class Health {
   public:
     bool broken() const { return code_.load(std::memory_order_acquire) != 0; }

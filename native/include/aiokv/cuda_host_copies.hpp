@@ -20,12 +20,12 @@ struct CopyBatch {
 
 // Submits the copies one by one, in order.
 void submit_each(const CopyBatch& batch, cudaStream_t stream);
-// Submits the copies as one batch if the driver has batches, else one by one. `stream` is none of
-// the default streams, and the host memory is page-locked.
+// Submits the copies as one batch if the driver supports batches, else one by one. Requires
+// page-locked host memory and a `stream` that is not a default stream.
 void submit_batch(CopyBatch& batch, cudaStream_t stream);
 
-// Whole blocks and short runs go as one batch, longer runs as one strided copy each; without
-// batches in the driver, as plain copies.
+// Submits whole blocks and short runs as one batch, and each longer run as a strided copy. If the
+// driver has no batches, it submits plain copies instead.
 void submit_host_copies(std::span<const HostCopy> copies, bool to_device, std::uint8_t* staging,
                         std::size_t min_strided_rows, cudaStream_t stream);
 

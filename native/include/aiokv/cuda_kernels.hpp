@@ -10,10 +10,10 @@
 
 namespace aiokv::cuda {
 
-// Rows of the other side: a dense staging buffer, or host blocks named by `row_ids`.
+// The other side's rows: a dense staging buffer, or the host blocks with the ids `row_ids`.
 struct Rows {
     std::uint8_t* base;           // row 0; a slice is at slice.host_offset - window_offset
-    const std::int32_t* row_ids;  // device memory, or null: row r is the r-th
+    const std::int32_t* row_ids;  // device memory; null: rows follow each other
     std::size_t row_bytes;        // from one row to the next
     std::size_t window_offset;
 };
@@ -31,13 +31,16 @@ struct KernelCopy {
 inline constexpr std::uint32_t kChunkBytes = 4096;
 inline constexpr int kThreads = 1024;
 
-// Staging rows to device blocks.
+// Copies staging rows to device blocks.
 void launch_scatter(const KernelCopy& copy, int blocks, cudaStream_t stream);
-// Device blocks to staging rows; padding becomes zero, so that no stale bytes reach a disk.
+// Copies device blocks to staging rows. Fills padding with zeros, so that no stale bytes reach a
+// disk.
 void launch_gather(const KernelCopy& copy, int blocks, cudaStream_t stream);
-// Mapped host blocks to device blocks, across the link. Few CTAs: more would only wait on it.
+// Copies mapped host blocks to device blocks across the link. Uses few CTAs: more would only wait
+// for the link.
 void launch_direct(const KernelCopy& copy, int blocks, cudaStream_t stream);
-// Ids from mapped host memory. Not a copy engine: that would queue behind megabytes of blocks.
+// Copies ids from mapped host memory by a kernel: a copy engine would queue them behind megabytes
+// of blocks.
 void launch_upload(std::int32_t* to, const std::int32_t* from, std::size_t count,
                    cudaStream_t stream);
 

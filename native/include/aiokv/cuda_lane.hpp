@@ -1,4 +1,4 @@
-// One direction of the engine: a thread that submits, its streams, its staging ring.
+// One direction of the engine: a submitting thread, its streams and its staging ring.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,14 +24,14 @@ struct EngineOptions {
     bool timing = false;
     std::size_t slot_bytes = std::size_t{64} << 20;
     std::uint32_t num_slots = 2;      // slots of the staging ring
-    std::uint32_t queued_pieces = 8;  // in the driver's queue; the thread sleeps while half move
+    std::uint32_t queued_pieces = 8;  // pieces submitted ahead
     int staged_blocks = 8;            // CTAs of scatter and gather: 350 GB/s, six times the link
-    int direct_blocks = 3;            // CTAs across the link: two saturate it but for small slices
+    int direct_blocks = 3;            // CTAs across the link: enough for large slices
     double link_bytes_per_second = 50e9;  // only to guess when a slot frees
     PlannerOptions planner;
 };
 
-// Made by the caller, non-blocking, never the default stream.
+// Streams that the caller creates: non-blocking, none of the default streams.
 struct LaneStreams {
     cudaStream_t copy;
     cudaStream_t kernel;
@@ -55,7 +55,7 @@ class IdBuffer {
     IdBuffer(const IdBuffer&) = delete;
     IdBuffer& operator=(const IdBuffer&) = delete;
 
-    // Waits until the transfer that used the buffer before is through with it.
+    // Waits until the transfer that used the buffer last no longer needs it, then uploads the ids.
     void upload(std::span<const std::int32_t> device_ids, std::span<const std::int32_t> host_ids,
                 cudaStream_t stream);
     void release(cudaStream_t stream);
@@ -79,13 +79,13 @@ class Lane {
     Lane& operator=(const Lane&) = delete;
 
     void submit(std::shared_ptr<Transfer> transfer);
-    // Submits what is queued, waits for the device, joins the thread. Idempotent.
+    // Submits the queued transfers, waits for the device and joins the thread. Idempotent.
     void close();
     // CPU time of the submitting thread since it started.
     double cpu_seconds() const;
-    // For tests: no further piece is submitted until released.
+    // For tests: while `held` is true, no further piece is submitted.
     void hold(bool held);
-    // For tests: the next piece that holds this layer fails with this CUDA code.
+    // For tests: the next piece with this layer fails with this CUDA code.
     void fail_at(std::uint32_t layer, int code);
 
   private:
@@ -98,7 +98,7 @@ class Lane {
     struct Job {  // the transfer at hand, in the lane's order
         Transfer* transfer;
         std::vector<std::int32_t> host_ids;    // sorted
-        std::vector<std::int32_t> device_ids;  // along with them
+        std::vector<std::int32_t> device_ids;  // in the same order
         IdBuffer* ids;
     };
 
@@ -127,17 +127,17 @@ class Lane {
     const Direction direction_;
     const LaneContext context_;
     const LaneStreams streams_;
-    std::vector<Piece> pieces_;  // the latest, as many as may be queued
+    std::vector<Piece> pieces_;  // the latest pieces, at most as many as may be queued
     std::vector<std::unique_ptr<IdBuffer>> id_buffers_;
     std::uint8_t* staging_ = nullptr;
-    std::vector<std::size_t> slot_users_;  // the next piece after the latest of each slot
+    std::vector<std::size_t> slot_users_;  // number of the last piece in each slot, plus 1
     std::size_t next_slot_ = 0;
     std::size_t slot_bytes_ = 0;
     std::size_t next_piece_ = 0;
     std::size_t moved_pieces_ = 0;  // pieces that this thread has seen done
     std::size_t next_ids_ = 0;
     double expected_end_ = 0.0;
-    double link_rate_;              // bytes a second
+    double link_rate_;              // bytes per second
     std::vector<HostCopy> copies_;  // reused from piece to piece
 
     // How far the transfer at hand has come, for its failure.
@@ -155,7 +155,7 @@ class Lane {
     int fail_code_ = 0;
     std::thread thread_;
     clockid_t thread_clock_ = 0;
-    double final_cpu_seconds_ = 0.0;  // the clock goes with the thread
+    double final_cpu_seconds_ = 0.0;  // kept when the thread, and with it its clock, ends
 };
 
 }  // namespace aiokv::cuda

@@ -1,5 +1,5 @@
-// Where the bytes of a block lie on both sides, and how rows of host blocks become copies.
-// No CUDA in here: built and tested everywhere.
+// Where the bytes of a block are on both sides, and how rows of host blocks become copies. Uses no
+// CUDA, so it is built and tested everywhere.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace aiokv::cuda {
 
-// One region in one layer. Host pieces are padded so that every one begins aligned.
+// One region in one layer. Host pieces are padded so that each one begins aligned.
 struct Slice {
     std::uintptr_t device_base;  // address of device block 0
     std::size_t device_stride;   // bytes from one device block to the next
@@ -36,13 +36,13 @@ struct Layout {
     std::size_t host_bytes() const;  // copied bytes per block; the rest of the pitch is not copied
     Window window(std::uint32_t first_layer, std::uint32_t end_layer) const;
     std::size_t max_layer_bytes() const;
-    // Throws LayoutError unless the slices tile the begin of a host block in order and fit their
-    // strides.
+    // Throws LayoutError unless the slices fill the first part of a host block in order and fit
+    // their strides.
     void validate() const;
 };
 
-// Throws UsageError for ids out of range and for destinations named twice. `stamps` has one entry
-// a destination block and is kept between calls, so that a check costs no allocation.
+// Throws UsageError if an id is out of range or a destination is listed twice. `stamps` has one
+// entry per destination block and is kept between calls, so that a check allocates nothing.
 class IdCheck {
   public:
     IdCheck(std::uint32_t host_blocks, std::uint32_t device_blocks);
@@ -70,8 +70,8 @@ struct HostCopy {
     std::size_t rows;
 };
 
-// Cuts rows of consecutive host blocks into copies none of which crosses a registration boundary:
-// CUDA refuses those. A row that lies across one becomes two copies.
+// Divides rows of consecutive host blocks into copies that do not cross a registration boundary,
+// because CUDA refuses such copies. A row across a boundary becomes two copies.
 void append_host_copies(const Layout& layout, std::size_t chunk_bytes,
                         std::span<const std::int32_t> sorted_host_ids, Window window,
                         std::vector<HostCopy>& out);

@@ -24,17 +24,21 @@ struct Group {
 };
 
 struct PlannerOptions {
-    // A strided copy costs 3.5 us beyond its bytes. The kernel reaches 0.92 of the link, but with
-    // offloads beside it only 0.76, where copy engines reach 0.95: so they go from 2 MiB on.
+    // A strided copy costs 3.5 us besides its bytes. The kernel reaches 0.92 of the link's
+    // bandwidth, but 0.76 while offloads run, when copy engines reach 0.95: so layers of 2 MiB or
+    // more use the copy engines.
     std::size_t min_strided_copy_bytes = std::size_t{2} << 20;
-    // In a batch, copies of 64 KiB already move faster than the kernel; it is the first to arrive.
+    // In a batch, copies of 64 KiB are already faster than the kernel. Below that, the kernel is
+    // used; its first layer also arrives earlier.
     std::size_t min_batched_copy_bytes = std::size_t{64} << 10;
     std::size_t min_lone_layer_copy_bytes = std::size_t{256} << 10;
-    // A copy in a batch costs 0.5 us of the submitting thread: 10 ms for 2 GiB in such copies.
+    // Each copy of a batch costs the submitting thread 0.5 us: 10 ms for 2 GiB in copies of this
+    // size.
     std::size_t bytes_per_batched_copy = std::size_t{112} << 10;
-    // Shorter runs go into a batch, longer ones are one strided copy.
+    // Runs of fewer rows are copied in a batch, longer ones by one strided copy each.
     std::size_t min_strided_rows = 8;
-    // Layers of the largest group: larger ones cost fewer calls, and later layers come later.
+    // Most layers per group: larger groups need fewer calls, but their first layers become usable
+    // later.
     std::uint32_t max_group_layers = 8;
 };
 
@@ -43,17 +47,18 @@ struct Shape {
     std::size_t num_runs;  // runs of consecutive host ids, after sorting
 };
 
-// `order` becomes the positions of `ids` in ascending order of id; equal ids keep their order.
+// Sets `order` to the positions of `ids` in ascending order of id; equal ids keep their order.
 void sort_by_id(std::span<const std::int32_t> ids, std::vector<std::uint32_t>& order);
 
 std::size_t count_runs(std::span<const std::int32_t> sorted_ids);
 
-// Layer groups of 1, 1, 2, 4, 8, 8, ... layers: the first layer comes early, and most bytes move in
-// large pieces. No group's row is larger than a ring slot unless it is a single layer.
+// Returns groups of 1, 1, 2, 4, 8, 8, ... layers: the first layer arrives early, and most bytes
+// move in large pieces. A row of a group fits in a ring slot, unless the group is a single layer.
 std::vector<Group> plan_onload(const Layout& layout, Shape shape, std::size_t slot_bytes,
                                const PlannerOptions& options, Path forced);
 
-// Groups with as many layers each as fit in a ring slot: whole blocks are the longest copies.
+// Returns groups with as many layers each as fit in a ring slot, because the longest copies are
+// those of whole blocks.
 std::vector<Group> plan_offload(const Layout& layout, std::size_t slot_bytes);
 
 }  // namespace aiokv::cuda

@@ -20,8 +20,8 @@ struct RegistrationOptions {
     bool numa_strict = false;  // only that node, else that node first
 };
 
-// Touches the pages from many threads (a page fault costs more than pinning), and registers chunk
-// after chunk behind them. The registered part is a prefix that grows; it can be used at once.
+// Touches the pages from many threads, because page faults cost more than pinning, and registers
+// the touched chunks in order. The registered part is a growing prefix that can be used at once.
 // Touching changes no byte.
 class HostRegistration {
   public:
@@ -37,11 +37,12 @@ class HostRegistration {
     bool numa_bound() const { return numa_bound_; }
     // Seconds from the start to the end, or until now.
     double elapsed_seconds() const;
-    // Blocks until the first `bytes` are registered. Throws DeviceError when they never will be.
+    // Blocks until the first `bytes` are registered. Throws DeviceError if the registration has
+    // failed or was cancelled.
     void wait_ready(std::size_t bytes);
-    // Stops after the chunk at hand; what is registered stays so.
+    // Stops after the current chunk. Registered chunks stay registered.
     void cancel();
-    // Cancels and undoes every registration; nothing may use the memory any more. Idempotent.
+    // Cancels, and removes all registrations. Nothing may use the memory any more. Idempotent.
     void close();
 
   private:
@@ -61,7 +62,7 @@ class HostRegistration {
 
     std::atomic<std::size_t> ready_{0};
     std::atomic<std::size_t> next_touch_{0};
-    std::vector<std::atomic<std::uint32_t>> touched_;  // pieces done, a chunk each
+    std::vector<std::atomic<std::uint32_t>> touched_;  // number of touched pieces per chunk
     std::atomic<bool> cancelled_{false};
 
     mutable std::mutex mutex_;

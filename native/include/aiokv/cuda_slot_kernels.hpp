@@ -36,13 +36,13 @@ struct SumConstants {
     static SumConstants make();
 };
 
-// Device bytes of kChunkBytes of the payload, of block 0.
+// Address, in block 0 on the device, of one stretch of kChunkBytes of the payload.
 struct Step {
     std::uintptr_t base;
     std::size_t stride;
 };
 
-// Where the bytes of a pass come from, and go to.
+// Sources and targets of a pass.
 enum class Way : std::uint8_t {
     kRead,     // slots, only read
     kGather,   // device blocks to slots
@@ -55,8 +55,8 @@ struct PassRow {
     std::int32_t device_id;
 };
 
-// Slots whose bytes are summed. With kGather and kScatter, each kChunkBytes of the payload belong
-// to one piece of a block.
+// Slots whose bytes are summed. With kGather and kScatter, each stretch of kChunkBytes of the
+// payload must belong to one piece of a block.
 struct SlotPass {
     std::uint8_t* slots;
     std::size_t pitch;
@@ -64,7 +64,7 @@ struct SlotPass {
     const Step* steps;              // unused with kRead
     const SumConstants* constants;  // device memory, like all pointers below
     mersenne::U128* sums;           // [rows][units]; belongs to the stream
-    std::uint32_t* arrived;         // [rows] zeros, and so again after the pass
+    std::uint32_t* arrived;         // [rows], zeros before and after the pass
     std::uint32_t* results;         // [rows] StoreResult, mapped host memory; null: write trailers
     std::uint32_t units;            // per row
     std::uint32_t num_rows;
@@ -72,14 +72,15 @@ struct SlotPass {
 };
 static_assert(sizeof(SlotPass) <= kMaxParameterBytes);
 
-// Prepares launches with bulk copies on the current device; false if the kernels were not built for
-// them, which is before sm_90.
+// Prepares launches with bulk copies on the current device. Returns false if the kernels were built
+// for a GPU before sm_90, which has no bulk copies.
 bool prepare_bulk_copies();
 
-// `bulk`: by bulk copies, which take fewer instructions and therefore fewer CTAs.
+// `bulk`: use bulk copies, which need fewer instructions and therefore fewer CTAs.
 void launch_slot_pass(const SlotPass& pass, Way way, int blocks, bool bulk, cudaStream_t stream);
 
-// Rows of any layout, without a checksum. `copy` names no ids and no rows: `pass` has them.
+// Copies rows of any layout, without a checksum. The ids and rows are those of `pass`; `copy` has
+// none.
 void launch_slot_copy(const SlotPass& pass, KernelCopy copy, Way way, int blocks,
                       cudaStream_t stream);
 

@@ -33,7 +33,7 @@ class DeviceMemory {
     std::size_t num_bytes() const { return num_bytes_; }
     int device() const { return device_; }
     Handle handle() const;
-    // Frees the memory; no process has it mapped. Idempotent.
+    // Frees the memory, which no process may have mapped any more. Idempotent.
     void close();
 
   private:
@@ -42,7 +42,7 @@ class DeviceMemory {
     void* memory_ = nullptr;
 };
 
-// The handle of the allocation at its first address, which another process can map.
+// Returns the handle with which another process can map the allocation that begins at this address.
 DeviceMemory::Handle memory_handle(int device, std::uintptr_t address);
 
 // Memory of another process, mapped for the copies of one GPU.
@@ -54,7 +54,7 @@ class MappedMemory {
     MappedMemory& operator=(const MappedMemory&) = delete;
 
     std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(memory_); }
-    // No copy into the memory is in progress. Idempotent.
+    // Unmaps the memory. No copy into it may be in progress. Idempotent.
     void close();
 
   private:
@@ -86,26 +86,27 @@ class ResultPool {
     std::vector<Loan> free_;
 };
 
-// Submitted work on one stream, and its end.
+// Submitted work on one stream, and the event at its end.
 class SlotWork {
   public:
-    // `pool` has the memory of `num_results` results; null for none.
+    // `pool` provides memory for `num_results` results; null if there are none.
     SlotWork(std::shared_ptr<EventPool> events, std::shared_ptr<Health> health,
              std::shared_ptr<ResultPool> pool = nullptr, std::size_t num_results = 0);
     ~SlotWork();  // waits for the end, if there are results
     SlotWork(const SlotWork&) = delete;
     SlotWork& operator=(const SlotWork&) = delete;
 
-    // Any thread. True also after a failure, which breaks the device.
+    // Returns true if the work has ended or failed; a failure breaks the device. Call from any
+    // thread.
     bool done();
     void synchronize();
     void stream_wait(cudaStream_t stream);
     std::optional<Failure> failure() const;
-    // StoreResult of each slot that was verified; all are wrong before the end, and after a
+    // Returns a StoreResult per verified slot. All of them are kWrong before the end and after a
     // failure.
     std::vector<std::uint8_t> results();
 
-    // The engine: mapped memory of the results, and the end of the work.
+    // For the engine: mapped memory of the results.
     std::uint32_t* results_on_device() const { return results_.device; }
     void submitted(cudaStream_t stream);
 
@@ -125,12 +126,12 @@ struct SlotOptions {
     bool bulk = true;  // bulk copies, where the GPU has them
 };
 
-// Passes between device blocks and slots, which seal or verify the slots, too. A pass is submitted
-// by its caller, in microseconds.
+// Passes between device blocks and slots that also seal or verify the slots. The caller's thread
+// submits a pass, in microseconds.
 class SlotEngine {
   public:
-    // The layout's host blocks are the slots, without their trailers. Streams: of gathers, and of
-    // the other passes.
+    // The slots are the host blocks of the layout, with trailers behind them. `send` is the stream
+    // of gathers, `receive` that of the other passes.
     SlotEngine(Layout layout, SlotOptions options, cudaStream_t send, cudaStream_t receive);
     ~SlotEngine();  // calls close()
     SlotEngine(const SlotEngine&) = delete;
@@ -145,11 +146,11 @@ class SlotEngine {
     Work gather(Ids device_ids, Ids slots, Keys keys, cudaEvent_t after);
     // Verifies slots.
     Work verify(Ids slots, Keys keys);
-    // Copies slots to blocks, and verifies what it copies; the blocks of slots that are wrong have
-    // wrong bytes then.
+    // Copies slots to blocks and verifies the copied bytes. The block of a wrong slot then has
+    // wrong bytes.
     Work scatter_verified(Ids slots, Ids device_ids, Keys keys, cudaEvent_t after);
 
-    // Waits for what was submitted, and frees the memory. Idempotent.
+    // Waits for the submitted passes, and frees the memory. Idempotent.
     void close();
     const Health& health() const { return *health_; }
     // True if one pass copies and sums; false if slots are read twice.
@@ -199,7 +200,7 @@ struct PeerCopy {
     std::size_t num_bytes;
 };
 
-// Copies by the copy engines of one GPU, on a stream of its own, in order.
+// Copies of one GPU's copy engines, in order, on a stream of their own.
 class PeerCopies {
   public:
     explicit PeerCopies(int device);
@@ -207,8 +208,9 @@ class PeerCopies {
     PeerCopies(const PeerCopies&) = delete;
     PeerCopies& operator=(const PeerCopies&) = delete;
 
-    // Submits copies, behind all earlier ones and `after`, if given. Copies between neighbouring
-    // slots become one, which overwrites the up to 4 KiB between them.
+    // Submits copies that start after all earlier ones and, if given, `after`. Copies between
+    // neighbouring slots become one copy, which also overwrites the gap of up to 4 KiB between
+    // them.
     std::shared_ptr<SlotWork> copy(std::span<const PeerCopy> copies, SlotWork* after);
     // Waits for all copies. Idempotent.
     void close();

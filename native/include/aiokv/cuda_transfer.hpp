@@ -1,4 +1,4 @@
-// One transfer: what of it is on the stream, what has finished, and how it failed.
+// One transfer: which layers are submitted, which have finished, and its failure.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +24,7 @@ struct Failure {
     std::string reason;
 };
 
-// The ids, moved to the lane's thread; sorted and planned there.
+// The ids of a transfer. The lane's thread sorts them and plans the copies.
 struct Request {
     Direction direction;
     std::vector<std::int32_t> host_ids;
@@ -33,8 +33,8 @@ struct Request {
     Path path = Path::kAuto;
 };
 
-// To CUDA an event that was never recorded is done. So every question about a layer first looks
-// whether the layer is submitted, which the lane says only after it has recorded the event.
+// CUDA reports an event that was never recorded as done. So each query of a layer first checks that
+// the layer is submitted, which the lane sets only after it has recorded the event.
 class Transfer {
   public:
     Transfer(Request request, std::uint32_t num_layers, std::shared_ptr<EventPool> events,
@@ -45,21 +45,23 @@ class Transfer {
 
     // --- any thread ---
     std::uint32_t num_layers() const { return num_layers_; }
-    // True once the layer has finished or, after a failure, once nothing of the transfer moves.
+    // Returns true if the layer has finished or, after a failure, if no byte of the transfer moves
+    // any more.
     bool layer_done(std::uint32_t layer);
-    // Blocks until the layer is on its stream, or for `seconds`, whose end returns false. Throws
-    // DeviceError when the layer never will be.
+    // Blocks until the layer is submitted, for at most `seconds`. Returns false at the timeout.
+    // Throws DeviceError if the layer will never be submitted.
     bool wait_submitted(std::uint32_t layer, std::optional<double> seconds = std::nullopt);
     // Blocks until layer_done().
     void synchronize(std::uint32_t layer);
-    // wait_submitted(), then the stream waits. Throws UsageError during graph capture.
+    // Calls wait_submitted(), then lets the stream wait. Throws UsageError during graph capture.
     void stream_wait(std::uint32_t layer, cudaStream_t stream);
     std::optional<Failure> failure() const;
-    // From the first command of the transfer to the end of the layer; negative without timing.
+    // Returns the time from the first command of the transfer to the end of the layer; negative
+    // without timing.
     float layer_milliseconds(std::uint32_t layer);
-    // Layers that become usable together; empty until planned.
+    // Returns the layers that become usable together; empty until they are planned.
     std::vector<Group> groups() const;
-    // The `after` event has been handed to the device and may be reused.
+    // Returns true if the `after` event was handed to the device and may be reused.
     bool started() const { return started_.load(std::memory_order_acquire); }
 
     // --- the lane ---
@@ -67,7 +69,7 @@ class Transfer {
     void plan(std::vector<Group> groups);
     void start(cudaStream_t stream);
     void submitted(std::size_t group, cudaStream_t stream);
-    // Nothing more will be submitted; what was ends with `last`, when given.
+    // Ends the transfer early. The submitted work ends with `last`, if given.
     void fail(Failure failure, std::optional<cudaStream_t> last);
 
   private:

@@ -19,7 +19,7 @@ namespace aiokv {
 struct StepTokens {
     Tokens tokens;  // rows of `width` tokens
     std::size_t width = 1;
-    std::span<const std::int32_t> counts;  // leading tokens of each row that count; empty: all
+    std::span<const std::int32_t> counts;  // number of valid tokens per row; empty: all are valid
 
     Tokens row(std::size_t row) const {
         const std::size_t count = counts.empty() ? width : static_cast<std::size_t>(counts[row]);
@@ -27,12 +27,12 @@ struct StepTokens {
     }
 };
 
-// What a step has changed. Rows are places in the list of leases.
+// Changes of a step. Rows are indices in the list of leases.
 struct Advanced {
     std::uint32_t published = 0;         // blocks that became matchable
     std::vector<std::uint32_t> refused;  // rows for which there was no room
     std::vector<std::uint32_t> grown;    // rows that got blocks
-    std::vector<BlockId> computed;       // device blocks that are computed to their end now
+    std::vector<BlockId> computed;       // device blocks that are complete now
 };
 
 class Decoding {
@@ -63,7 +63,7 @@ class Decoding {
 
     std::vector<Row> check(std::span<const LeaseId> ids, const StepTokens& step_tokens,
                            std::int64_t draft_tokens);
-    // Gives the rows their positions; removes those that do not fit.
+    // Gives the rows their positions. Removes rows for which there is no room.
     void grow(std::vector<Row>& rows, Advanced& advanced);
     void apply(const Row& row, Step step, Advanced& advanced);
 

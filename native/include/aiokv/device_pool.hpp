@@ -32,7 +32,7 @@ class DevicePool {
         return pool_.free_blocks() + cool_blocks_ + cooling_blocks_;
     }
     std::uint32_t cooling_blocks() const { return cooling_blocks_; }
-    // Free ids that a transfer may write, now or behind the event of a closed step.
+    // Free ids that a transfer may write now or after the event of a closed step.
     std::uint32_t writable_blocks() const {
         std::uint32_t blocks = free_blocks();
         for (auto open = cooling_.upper_bound(closed_); open != cooling_.end(); ++open) {
@@ -51,7 +51,7 @@ class DevicePool {
     }
     std::size_t bytes() const { return pool_.bytes() + steps_.bytes(); }
 
-    // Ids of finished steps first. Requires out.size() <= free_blocks().
+    // Takes ids of finished steps first. Requires out.size() <= free_blocks().
     void take(std::span<BlockId> out) {
         settle(out.size() + kSettledPerTake);
         const std::size_t rested = std::min<std::size_t>(out.size(), pool_.free_blocks());
@@ -72,7 +72,7 @@ class DevicePool {
         ++cooling_blocks_;
     }
 
-    // The ids id_of(0) to id_of(count - 1), in this order. Consecutive ids cost less.
+    // Gives back the ids id_of(0) to id_of(count - 1), in this order. Consecutive ids cost less.
     template <class IdOf>
     void give_back_all(std::uint32_t count, IdOf id_of) {
         for (std::uint32_t i = 0; i < count;) {
@@ -105,7 +105,7 @@ class DevicePool {
     }
     void use_in(BlockId id, Step step) { use_in({&id, 1}, step); }
 
-    // The unfinished step that a transfer of this block has to wait for, or 0.
+    // Returns the unfinished step that a transfer of this block must wait for, or 0.
     Step after_step(BlockId id) const {
         const auto index = static_cast<std::size_t>(id);
         if (index >= steps_.size() || steps_[index] <= finished_) return 0;
@@ -125,11 +125,11 @@ class DevicePool {
         }
     }
 
-    // Steps up to this one have events that transfers can wait for.
+    // Closes the steps up to this one: from now on, they have events that transfers can wait for.
     void close_step(Step step) { closed_ = std::max(closed_, step); }
 
     Step finished_step() const { return finished_; }
-    // The newest step that uses a block and has not finished; 0: none.
+    // Returns the newest unfinished step that uses a block; 0 if there is none.
     Step unfinished_step() const { return newest_ > finished_ ? newest_ : 0; }
 
     // Throws UsageError when an id >= capacity is in use.
@@ -141,7 +141,8 @@ class DevicePool {
   private:
     static constexpr std::size_t kSettledPerTake = 64;
 
-    // Puts so many ids of finished steps into the bitmap, or all of them.
+    // Moves at least this number of ids of finished steps into the bitmap, or all of them if there
+    // are fewer.
     void settle(std::size_t blocks) {
         while (blocks > 0 && !cool_.empty()) {
             std::deque<BlockId>& ids = cool_.front();

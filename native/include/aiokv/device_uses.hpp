@@ -16,7 +16,8 @@ namespace aiokv {
 
 class DeviceUses {
   public:
-    // A transfer, or a save that waits for one, reads or writes an id that the lease has named.
+    // Call when a transfer, or a save that waits for one, begins to use an id that the lease has
+    // named.
     void begin_read(BlockId id, LeaseId lease) { begin(reads_, id, lease); }
     void end_read(BlockId id, LeaseId lease) { end(reads_, id, lease); }
     void begin_write(BlockId id, LeaseId lease) { begin(writes_, id, lease); }
@@ -25,7 +26,7 @@ class DeviceUses {
     bool is_read(BlockId id) const { return reads_.contains(id); }
     bool is_written(BlockId id) const { return writes_.contains(id); }
     bool is_idle(LeaseId lease) const { return !leases_.contains(lease); }
-    // Leases whose last use has ended since the last call; some may have uses again.
+    // Returns the leases whose last use has ended since the last call. Some may have new uses.
     std::vector<LeaseId> take_idle() { return std::exchange(idle_, {}); }
 
     const std::unordered_map<BlockId, std::uint32_t>& reads() const { return reads_; }

@@ -28,12 +28,12 @@ namespace aiokv {
 Digest root_digest(std::uint32_t block_tokens, std::string_view context,
                    Sha256Blocks add_blocks = sha256_blocks_fastest());
 
-// The digest of the block with all its tokens behind `parent`. `items` is the item key of the
-// block (item_key_bytes); empty if no item touches it.
+// Returns the digest of a full block behind `parent`. `items`: item key of the block
+// (item_key_bytes); empty if no item touches it.
 Digest block_digest(const Digest& parent, std::span<const std::int32_t> tokens,
                     std::string_view items, Sha256Blocks add_blocks = sha256_blocks_fastest());
 
-// The keys of digests; `two_messages` is null without an implementation of it.
+// Computes the keys of digests. `two_messages` is null if the processor has no such implementation.
 void derive_keys(const Digest& fingerprint, std::span<const Digest> digests, std::span<Digest> keys,
                  Sha256Blocks add_blocks = sha256_blocks_fastest(),
                  Sha256TwoMessages two_messages = sha256_two_messages_native());

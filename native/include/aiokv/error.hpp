@@ -15,7 +15,7 @@ namespace aiokv {
 struct ErrorDetails {
     std::string hint;          // advice to the user
     std::string config_field;  // the field of CacheConfig that sets the limit, or ""
-    std::uint64_t lease = 0;   // the lease that the error is about, or 0
+    std::uint64_t lease = 0;   // lease that the error concerns, or 0
 };
 
 struct Error : std::runtime_error {
@@ -66,7 +66,7 @@ struct InternalError : DetailedError<InternalError> {
     using DetailedError::DetailedError;
 };
 
-// `code` is CUDA's; 0 when the error is not.
+// `code`: CUDA's error code; 0 for other errors.
 struct DeviceError : DetailedError<DeviceError> {
     DeviceError(const std::string& message, int cuda_code)
         : DetailedError(message), code(cuda_code) {}

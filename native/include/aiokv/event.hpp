@@ -1,4 +1,4 @@
-// Event: a point in a stream's order that any thread may ask about or wait for.
+// Event: a point in a stream's order that any thread may query or wait for.
 #pragma once
 
 #include <atomic>
@@ -12,11 +12,11 @@
 
 namespace aiokv {
 
-// Nanoseconds of the monotonic clock, the one Python's time.monotonic() reads.
+// Returns nanoseconds of the monotonic clock that Python's time.monotonic() reads.
 std::int64_t monotonic_ns();
 
-// Each recording opens a new generation, so that a pooled event never answers for its last use.
-// Unlike CUDA's, an event that was never recorded is not done. Thread-safe.
+// Each recording opens a new generation, so that a reused event never reports the end of its last
+// use. Unlike CUDA's events, an event that was never recorded is not done. Thread-safe.
 class Event : public std::enable_shared_from_this<Event> {
   public:
     Event() = default;
@@ -26,30 +26,32 @@ class Event : public std::enable_shared_from_this<Event> {
     std::uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
     bool recorded() const { return generation() != 0; }
 
-    // True if the latest generation has finished, also when it failed.
+    // Returns true if the latest generation has finished or failed.
     bool done() const {
         return recorded() && finished_.load(std::memory_order_acquire) == generation();
     }
 
-    // Empty while not done and when done without an error.
+    // Returns the error of the latest generation; empty while it is not done and after success.
     std::string error() const;
 
-    // When the latest generation finished, on the monotonic clock; 0 while it has not.
+    // Returns the time at which the latest generation finished, on the monotonic clock; 0 before.
     std::int64_t finished_ns() const;
 
-    // Blocks until the generation of now is done. Throws UsageError when never recorded.
+    // Blocks until the present generation is done. Throws UsageError if the event was never
+    // recorded.
     void synchronize() const;
 
     // For streams: opens a generation and returns its number.
     std::uint64_t open();
 
-    // For streams: ends a generation; a stale one is ignored. `error` is empty for success.
+    // For streams: ends a generation; ignores one that is not the latest. `error`: empty for
+    // success.
     void finish(std::uint64_t generation, std::string error = {});
 
     // For streams: waits until `generation` has finished or `stop` is set (then see wake()).
     void wait(std::uint64_t generation, const std::atomic<bool>& stop) const;
 
-    // Makes wait() look at its stop flag again.
+    // Wakes wait(), which then checks its stop flag again.
     void wake() const;
 
   private:

@@ -26,18 +26,19 @@ class EvictableBlocks final : private SplitListener {
     EvictableBlocks(const EvictableBlocks&) = delete;
 
     // -- runs without refs, in the queue of their fastest tier
-    // The run is used now. What is being loaded is queued by the end of its transfer.
+    // Queues a run as used now. Skips blocks that are being loaded: the end of their transfer
+    // queues them.
     void enqueue(RunId run);
     void dequeue(RunId run);
-    // Of one block alone; the run that it was in is split.
+    // Queues one block alone. Splits the run of the block.
     void enqueue_block(NodeId node) { enqueue(tree_.isolate(node)); }
     void dequeue_block(NodeId node) {
         if (is_listed(node)) dequeue(tree_.isolate(node));
     }
-    // In a queue, or deferred.
+    // Returns true if the block is in a queue or deferred.
     bool is_listed(NodeId node) const { return tree_.run(node).has(kQueued | kParked); }
     void defer(RunId run);
-    // A block with a device copy.
+    // Returns true if a block with a device copy is deferred.
     bool is_deferred(NodeId node) const {
         return deferred_device_ > 0 && tree_.run(node).has(kParked);
     }
@@ -45,11 +46,11 @@ class EvictableBlocks final : private SplitListener {
     void requeue_if_free(NodeId node);
     // Marks a path as used now; its deepest block counts as the least recently used.
     void touch(std::span<const NodeId> path);
-    // The first swapped lease is about to hold the node, or the last one has released it.
+    // Call before the first swapped lease holds the node, and after the last one has released it.
     void begin_hold(NodeId node);
     void end_hold(NodeId node);
-    // The last `count` blocks of a queued run, which nothing holds and below which there are none,
-    // leave tier and tree.
+    // Removes the last `count` blocks of a queued run from the tier and the tree. Nothing may hold
+    // them, and they must have no children.
     void trim(RunId run, std::uint32_t count);
 
     NodeId device_front() { return tree_.last_of(device_.front()); }
@@ -58,27 +59,28 @@ class EvictableBlocks final : private SplitListener {
     NodeId after_on_host(NodeId node) const { return next_victim(tree_, host_, node); }
     std::uint32_t evictable_device() const { return queued_device_ + deferred_device_; }
     std::uint32_t queued_host() const { return queued_host_; }
-    // Blocks on the host only that no swapped lease holds, deferred ones too.
+    // Number of blocks that only the host has and no swapped lease holds, including deferred ones.
     std::uint32_t idle_host() const { return idle_host_; }
 
     // -- what decides the order
-    // A lease is granted; `seed` is that of its context.
+    // Call when a lease is granted. `seed`: seed of its context.
     void on_grant(Lease& lease, std::uint64_t seed) {
         if (order_->on_grant(lease, seed)) ahead_.restart();
         classify(lease, 0, lease.path);
     }
-    // The blocks of a lease from `first` on, none of which is queued, get the classes of its
-    // prompt.
+    // Gives the blocks of a lease from `first` on the classes of its prompt. None of them may be
+    // queued.
     void classify(const Lease& lease, std::size_t first, std::span<const NodeId> nodes);
     void on_device_resized(std::uint32_t blocks) { order_->on_device_resized(blocks); }
 
-    // Deferred device blocks that are not saved: they are evicted right after their children.
-    // In the order in which they were deferred.
+    // Deferred device blocks that have no host copy, in the order in which they were deferred. They
+    // are evicted right after their children.
     const std::vector<NodeId>& unsaved_parked() {
         trim_unsaved_parked();
         return unsaved_parked_;
     }
-    // Calls `visit` with the same blocks, some of them twice; changes nothing.
+    // Calls `visit` with the same blocks, with some of them twice. Unlike unsaved_parked(), changes
+    // nothing.
     template <class Visit>
     void visit_unsaved_parked(Visit visit) const {
         for (const NodeId node : unsaved_parked_) {
@@ -107,17 +109,17 @@ class EvictableBlocks final : private SplitListener {
 
     PrefixTree& tree_;
     const std::unique_ptr<EvictionOrder> order_;
-    TierQueue& device_;  // ref 0 and device VALID, the next victim first
-    TierQueue& host_;    // ref 0 and host VALID only
+    TierQueue& device_;  // runs without refs that are on the device, the next victim first
+    TierQueue& host_;    // runs without refs that only the host has
     LookAhead ahead_;
     std::uint32_t queued_device_ = 0;  // blocks
     std::uint32_t queued_host_ = 0;
-    std::vector<NodeId> unsaved_parked_;  // some are saved by now, or queued again
+    std::vector<NodeId> unsaved_parked_;  // may also have blocks that were saved or queued again
     std::uint32_t deferred_device_ = 0;
     std::uint32_t idle_host_ = 0;
 };
 
-// Returns true if the block can leave the device without another copy.
+// Returns true if evicting the device copy needs no further copy to the host.
 inline bool is_saved(const Node& n) {
     return n.has(kHostValid | kHostLoading | kBackupFailed);
 }

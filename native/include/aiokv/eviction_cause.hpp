@@ -8,18 +8,18 @@
 namespace aiokv {
 
 enum class EvictionCause : std::uint8_t {
-    kCapacity,  // a lease, a host copy or a fetch needed the room
+    kCapacity,  // a lease, a host copy or a fetch needed room
     kRequest,   // the application has called evict()
     kResize,
     kSleep,
     kReset,
-    kFailure,  // a copy failed, or was cancelled under a lease
+    kFailure,  // a copy failed, or was cancelled while a lease used it
 };
 constexpr std::size_t kEvictionCauses = 6;
 
 const char* name_of(EvictionCause cause);
 
-// Blocks by cause.
+// Numbers of blocks by cause.
 class EvictionCounts {
   public:
     void add(EvictionCause cause, std::uint64_t blocks) {

@@ -18,27 +18,26 @@ namespace aiokv {
 struct CoreConfig;
 struct Lease;
 
-// The queued runs of one tier, in the order in which their blocks should be evicted: those of a run
-// one after the other, the last one first.
+// The queued runs of one tier in eviction order. Within a run, the last block is evicted first.
 class TierQueue {
   public:
     virtual ~TierQueue() = default;
-    // The run of the next victim, or kNoRun.
+    // Returns the run of the next victim, or kNoRun.
     virtual RunId front() = 0;
-    // The run whose turn is after that of `run`, or kNoRun; for looking ahead.
+    // Returns the run that is evicted after `run`, or kNoRun. Used to look ahead.
     virtual RunId after(RunId run) const = 0;
-    // A run whose turn is right before that of `run`, whatever will be learned until then; or
-    // kNoRun: looking ahead then starts at the front again.
+    // Returns a run that is certainly evicted right before `run`, whatever the policy learns until
+    // then; or kNoRun, after which looking ahead starts again at the front.
     virtual RunId before(RunId run) const = 0;
     virtual void push_back(RunId run) = 0;   // used now
-    virtual void push_front(RunId run) = 0;  // was the next victim, but was blocked
-    // A part of a run of the queue has become a run of its own.
+    virtual void push_front(RunId run) = 0;  // a deferred victim returns
+    // Call when a part of a queued run has become a run of its own.
     virtual void insert_before(RunId part, RunId run) = 0;
     virtual void insert_after(RunId part, RunId run) = 0;
     virtual void remove(RunId run) = 0;
 };
 
-// The block whose turn is after that of `node`, or kNone.
+// Returns the block that is evicted after `node`, or kNone.
 inline NodeId next_victim(const PrefixTree& tree, const TierQueue& queue, NodeId node) {
     const RunId run = tree.run_of(node);
     return tree.runs()[run].first < node ? node - 1 : tree.last_of(queue.after(run));
@@ -52,16 +51,16 @@ class EvictionOrder {
     virtual std::size_t bytes() const = 0;
 
     // -- events from which a policy may learn
-    // A lease is granted, so the blocks that it hits are not queued; `seed` is that of its context.
-    // May set Lease::classes, from which the blocks that it hits or computes get their class.
-    // Returns true when the order of the device nodes has changed.
+    // Call when a lease is granted, after its hit blocks have left the queues. `seed`: seed of its
+    // context. May set Lease::classes, which gives the blocks that the lease hits or computes their
+    // classes. Returns true if the order of the device nodes has changed.
     virtual bool on_grant(Lease& /*lease*/, std::uint64_t /*seed*/) { return false; }
     virtual void on_device_resized(std::uint32_t /*blocks*/) {}
 };
 
-// Names of all policies.
+// The names of all policies.
 std::span<const std::string_view> eviction_policies();
-// The order of the policy `config.eviction`. Throws ConfigError for an unknown name.
+// Returns the order of the policy `config.eviction`. Throws ConfigError for an unknown name.
 std::unique_ptr<EvictionOrder> make_eviction_order(const CoreConfig& config, PrefixTree& tree);
 
 }  // namespace aiokv

@@ -19,19 +19,19 @@
 
 namespace aiokv {
 
-// `Nodes`: node = nodes[id] has the links `prev` and `next`, and a `reuse_class`.
+// `Nodes`: array of nodes with the links `prev` and `next`, and a `reuse_class`.
 template <class Nodes>
 class EvictionQueue {
   public:
     using Id = std::uint32_t;
     static constexpr Id kNil = 0xffffffff;
 
-    // Without a model the order is that of push_back.
+    // Without a model, the order is that of push_back.
     EvictionQueue(Nodes& nodes, const ReuseModel* model);
 
     Id front();
     Id after(Id node) const;
-    // The node whose turn is before `node`'s, in the same cohort, or kNil.
+    // Returns the node that is evicted right before `node` and is in the same cohort, or kNil.
     Id before(Id node) const {
         const Id prev = nodes_[node].prev;
         return (prev & kEnd) != 0 ? kNil : prev;
@@ -56,13 +56,12 @@ class EvictionQueue {
         ++size_;
     }
     void push_front(Id node);
-    // Next to a node of the queue, in its cohort: its turn is right before, or right after, that
-    // one's.
+    // Inserts a node right before, or right after, a node of the queue, in the same cohort.
     void insert_before(Id node, Id next);
     void insert_after(Id node, Id previous);
     void remove(Id node);
 
-    // Take the model's clock and scores. Returns true when the order of nodes has changed.
+    // Takes over the model's clock and scores. Returns true if the order of nodes has changed.
     bool choose(bool by_score);
 
   private:
@@ -76,7 +75,7 @@ class EvictionQueue {
     static constexpr Cell kNoCell = kCells;
 
     struct Cohort {
-        std::uint64_t kind = ~std::uint64_t{0};  // time of the model's clock, then the class
+        std::uint64_t kind = ~std::uint64_t{0};  // time of the model's clock, and then the class
         Id head = kNil;
         Id tail = kNil;
         CohortId older = kFront;  // in order of recency
@@ -90,16 +89,16 @@ class EvictionQueue {
     };
     struct Class {
         CohortId newest = kFront;
-        std::uint32_t buckets = 0;                             // bit: the bucket has a cohort
+        std::uint32_t buckets = 0;                             // bit b = 1: bucket b has a cohort
         std::array<CohortId, ReturnRates::kBuckets> oldest{};  // by bucket
     };
 
-    // Order of cells: the score, then the age.
+    // Cells are ordered by score, then by age.
     using Rank = std::pair<double, Cell>;
 
     static_assert(ReuseFeatures::kClasses <= 128);
 
-    // The older cell is lower where scores are equal.
+    // Of cells with equal scores, the older one is lower.
     Rank rank_of(std::uint32_t reuse_class, std::uint32_t bucket) const {
         return {model_->score(static_cast<ReuseClass>(reuse_class), bucket),
                 (ReturnRates::kBuckets - bucket) * ReuseFeatures::kClasses + reuse_class};
@@ -135,9 +134,9 @@ class EvictionQueue {
     CohortId oldest_ = kFront;
     CohortId newest_ = kFront;
     std::vector<Class> classes_;
-    std::array<std::uint64_t, 2> used_classes_{};  // bit: the class has a cohort
-    Cell victim_ = kNoCell;            // the lowest cell, when it is known and has a cohort
-    CohortId victim_cohort_ = kFront;  // its oldest cohort
+    std::array<std::uint64_t, 2> used_classes_{};  // bit c = 1: class c has a cohort
+    Cell victim_ = kNoCell;                        // lowest cell, if it is known and has a cohort
+    CohortId victim_cohort_ = kFront;              // oldest cohort of victim_
 };
 
 }  // namespace aiokv

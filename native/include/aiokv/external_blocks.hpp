@@ -24,12 +24,12 @@
 
 namespace aiokv {
 
-// The end of an onload, for its lease.
+// The end of an onload, as the lease sees it.
 struct ExternalEnd {
-    LeaseId lease = 0;  // 0: it has left
+    LeaseId lease = 0;  // 0: the lease no longer waits for the onload
     bool failed = false;
     std::uint32_t good_blocks = 0;  // leading blocks of the lease that are valid
-    // Other leases that have named ids whose bytes have not arrived, and their good blocks.
+    // Other leases that have named ids whose bytes have not arrived, with their good blocks.
     std::vector<std::pair<LeaseId, std::uint32_t>> sharing;
 };
 
@@ -52,7 +52,8 @@ class ExternalBlocks {
 
     bool exist() const { return config_.external_device; }
 
-    // Throws UsageError, changing nothing: the call needs a device pool of the engine's own.
+    // Throws UsageError, changing nothing, in this mode: the call needs a device pool of the
+    // engine.
     void refuse(const char* call, const char* hint) const {
         if (exist()) refuse_always(call, hint);
     }
@@ -61,20 +62,23 @@ class ExternalBlocks {
     // positions from `computed_tokens` on, which the server's own cache does not have. Throws
     // LeaseError or UsageError, changing nothing.
     void assign(Lease& lease, std::span<const BlockId> ids, std::int64_t computed_tokens);
-    // The lease gives its refs and ids up.
+    // Drops the refs and the ids of the lease.
     void give_up(Lease& lease);
-    // No lease waits for the onload any more: worth cancelling.
+    // Call when the lease no longer waits for the onload. An onload without a waiting lease is
+    // abandoned: it is worth cancelling.
     void leave_onload(TransferId id, LeaseId lease);
     void replace_lease(TransferId id, LeaseId from, LeaseId to);
     std::vector<TransferId> take_abandoned();
 
-    // Onloads and saves.
+    // Returns true for an onload or a save in flight.
     bool has(TransferId id) const { return onloads_.contains(id) || saves_.has(id); }
     const Transfer& get(TransferId id) const;
-    // The first `good` blocks have arrived. `cancelled`: the others are as good as before.
+    // Ends a transfer whose first `good` blocks have arrived. `cancelled`: the other blocks have
+    // their old bytes.
     ExternalEnd complete(TransferId id, std::uint32_t good, bool cancelled);
 
-    // The newest unfinished step that transfers of ids which the lease has named wait for; 0: none.
+    // Returns the newest unfinished step that transfers of the lease's ids wait for; 0 if there is
+    // none.
     Step after_step(LeaseId lease) const;
 
     ExternalSaves& saves() { return saves_; }
@@ -88,7 +92,7 @@ class ExternalBlocks {
   private:
     struct Onload {
         Transfer transfer;
-        LeaseId named_by = 0;           // has named the ids
+        LeaseId named_by = 0;           // lease that has named the ids
         std::uint32_t first_block = 0;  // index in the prompt
     };
 
@@ -112,7 +116,7 @@ class ExternalBlocks {
     ExternalSaves saves_;
     std::unordered_map<TransferId, Onload> onloads_;
     std::vector<TransferId> abandoned_;
-    std::vector<std::uint32_t> seen_;  // by id: the last check_ids() that has met it
+    std::vector<std::uint32_t> seen_;  // by id: number of the last check_ids() that has found it
     std::uint32_t check_ = 0;
     std::uint64_t onloaded_ = 0;
     std::uint64_t failed_ = 0;

@@ -44,43 +44,47 @@ class ExternalSaves {
                   LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
                   TransferLedger& transfers, Promises& promises, DeviceUses& uses);
 
-    // Queues the computed, named, full blocks of a lease that the host lacks, as far as the write
-    // policy wants them, and before the first block that an onload writes. Returns their number.
+    // Queues saves of the computed, named, full blocks of a lease that the host lacks, if the write
+    // policy wants them. Stops before the first block that an onload writes. Returns the number of
+    // queued blocks.
     std::uint32_t publish(Lease& lease);
-    // Publishes the granted leases again that publish() has stopped before a block that an onload
-    // wrote.
+    // Calls publish() again for granted leases whose last call has stopped at a block that an
+    // onload wrote.
     void publish_postponed();
-    // Device ids of the blocks that publish() has queued since the last call, or take().
+    // Returns the device ids that publish() has queued since the last call of this function or of
+    // take().
     std::vector<BlockId> take_queued_ids() { return std::exchange(queued_ids_, {}); }
-    // Other leases may wait for what this lease will save.
+    // Lets other leases wait for the blocks that this lease will save.
     void announce(Lease& lease);
-    // The lease gives its blocks up; their saves go on.
+    // Call when the lease gives its blocks up. Their saves continue.
     void leave(Lease& lease);
-    // The lease has no handle any more, and promises no more than what is being saved.
+    // Call when the lease has no handle any more: it promises only the blocks that are being saved.
     void keep_promise(Lease& lease);
     void hand_over(Lease& lease, Lease& keeper);
-    // The server lets a lease compute in this id, which a save reads: its bytes are not those of
-    // the block any more.
+    // Call when the server lets a lease overwrite this id while a save may read it: the saved bytes
+    // are then not those of the block.
     void note_overwritten(BlockId device);
 
     bool wants() const { return !queue_.empty(); }
-    // One transfer of all that is queued, as far as the host has room; 0: there is nothing to copy.
+    // Begins one transfer of all queued blocks for which the host has room. Returns 0 if there is
+    // nothing to copy.
     TransferId take();
-    // No transfer will take what is queued.
+    // Drops the queued blocks, because no transfer will take them.
     void give_up_queue();
     void reset();
 
     bool has(TransferId id) const { return in_flight_.contains(id); }
     const Transfer& get(TransferId id) const { return in_flight_.at(id).transfer; }
-    // The first `good` blocks have arrived.
+    // Ends a transfer whose first `good` blocks have arrived.
     void complete(TransferId id, std::uint32_t good);
 
-    // The newest unfinished step that saves of ids which the lease has named wait for; 0: none.
+    // Returns the newest unfinished step that saves of the lease's ids wait for; 0 if there is
+    // none.
     Step after_step(LeaseId lease) const;
 
-    // Released leases that waited for saves only; the caller ends them.
+    // Returns the released leases that waited for saves only. The caller ends them.
     std::vector<LeaseId> take_ended();
-    // Leases of which blocks have become matchable since the last call.
+    // Returns the leases of which blocks have become matchable since the last call.
     std::vector<LeaseId> take_advanced() { return std::exchange(advanced_, {}); }
 
     void add_to(CoreStatistics& statistics) const;
@@ -95,7 +99,7 @@ class ExternalSaves {
         kQueued,
         kCopying,
         kProven,  // waits for the block above it
-        kLost,    // unknown to leases and places; freed with the end of its copy, or of its wait
+        kLost,    // no lease uses it; freed when its copy, or its wait, ends
     };
     struct Block {
         State state = State::kFree;
@@ -104,12 +108,12 @@ class ExternalSaves {
         std::uint64_t epoch = 0;
         std::uint64_t token_hash = 0;
         std::uint32_t context = 0;
-        std::uint32_t depth = 0;  // blocks of the prompt before it
+        std::uint32_t depth = 0;  // number of blocks before it in the prompt
         std::vector<std::int32_t> tokens;
         ItemKey items = kNoItems;
         BlockId device = kNoBlock;
         BlockId host = kNoBlock;
-        LeaseId reader = 0;           // has named the device id
+        LeaseId reader = 0;           // lease that has named the device id
         std::vector<LeaseId> leases;  // leases whose Lease::saving has the block
         std::vector<SaveId> below;
     };
@@ -151,10 +155,10 @@ class ExternalSaves {
     std::deque<Block> blocks_;
     std::vector<SaveId> free_;
     std::unordered_multimap<std::uint64_t, SaveId> by_place_;
-    std::deque<SaveId> queue_;  // lost blocks stay until they are taken
+    std::deque<SaveId> queue_;  // includes lost blocks until they are taken
     std::unordered_map<TransferId, InFlight> in_flight_;
     std::vector<BlockId> queued_ids_;
-    std::set<LeaseId> postponed_;   // publish() stopped at a block being written
+    std::set<LeaseId> postponed_;   // leases whose publish() stopped at a block being written
     std::vector<LeaseId> changed_;  // their promises are withdrawn until announce_changed()
     std::vector<LeaseId> advanced_;
     std::vector<LeaseId> ended_;

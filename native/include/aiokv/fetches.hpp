@@ -29,20 +29,20 @@ struct Fetch : StoreTransfer {         // in path order
     NodeId above = kNone;              // block or root, held
     std::uint32_t context = 0;
     std::uint64_t epoch = 0;
-    bool is_replaced = false;  // another fetch is joined for some of the blocks
+    bool is_replaced = false;  // true if another fetch also brings some of the blocks
 };
 
-// Blocks of a prompt that no tier has: the first of those up to the last one that a hit may have.
+// Blocks of a prompt that no tier has, from the first one to the last one that a hit may include.
 struct Missing {
     std::size_t first_block = 0;
     std::span<const Digest> digests;  // valid until the lease is granted or released
 };
 
-// The blocks of a prompt behind its hit, for models with auxiliary pools: a hit may end behind a
-// block only where the pools have what it needs.
+// The blocks of a prompt behind its hit, for models with auxiliary pools, where a hit may end only
+// behind blocks for which the pools have copies.
 struct Boundaries {
     std::size_t hit = 0;          // blocks
-    std::size_t cached = 0;       // blocks in a tier, the hit and those behind it
+    std::size_t cached = 0;       // blocks in a tier, including those of the hit
     std::size_t first_block = 0;  // first block of the next two fields
     std::vector<Digest> digests;
     std::vector<std::uint8_t> may_end;  // 0: a hit that ends behind the block would cut an item
@@ -59,26 +59,29 @@ class Fetches {
           residency_(residency),
           transfers_(transfers) {}
 
-    // Most blocks that one call of missing() returns. The call computes the digests: without SHA
-    // instructions that takes 0.5 us per block of 16 tokens, so the event loop is held for 1 ms.
+    // Most blocks that one call of missing() returns. The call computes their digests, which takes
+    // 0.5 us per block of 16 tokens without SHA instructions: so the call blocks the event loop for
+    // 1 ms at most.
     static constexpr std::size_t kMostMissing = 2048;
     static constexpr std::size_t kMostMissingTokens = 16 * kMostMissing;
 
-    // The first blocks of a matched lease that no tier has; none without stores. Call again for
-    // the blocks behind the last returned one, when the returned ones are cached.
+    // Returns the first blocks of a matched lease that no tier has; none without stores. Call again
+    // for the following blocks when the returned ones are cached.
     Missing missing(Lease& lease);
-    // From block `hit + skip` on, at most kMostMissing blocks, cached or not.
+    // Describes at most kMostMissing blocks from block `hit + skip` on, cached or not.
     Boundaries boundaries(Lease& lease, std::size_t skip);
-    // Begins to fetch the first `blocks` of them or fewer, or returns the fetch in flight that
-    // brings the first one. 0: there are none, or no host room can be made. `replaced` is a fetch
-    // in flight that is late: its blocks are fetched again, and the copy that arrives first counts.
+    // Begins to fetch the first `blocks` missing blocks or fewer, or returns the fetch in flight
+    // that brings the first one. Returns 0 if no block is missing or the host has no room.
+    // `replaced`: a late fetch in flight, whose blocks are fetched again; the copy that arrives
+    // first counts.
     TransferId begin(Lease& lease, std::size_t blocks, TransferId replaced);
     bool has(TransferId id) const { return fetches_.contains(id); }
     const Fetch& get(TransferId id) const { return fetches_.at(id); }
-    // Blocks before `first_bad` are proven when the fetch failed.
+    // Ends a fetch. If it failed, its blocks before `first_bad` are proven.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad);
 
-    // A lease is granted: counts the blocks of its path that it is the first to hit after a fetch.
+    // Call when a lease is granted. Counts the blocks of its path that a fetch brought and that no
+    // lease has hit before.
     void note_hits(Lease& lease);
 
     void add_to(CoreStatistics& statistics) const;

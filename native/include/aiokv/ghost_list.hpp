@@ -15,15 +15,15 @@ namespace aiokv {
 
 class GhostList {
   public:
-    static constexpr std::uint32_t kWindowUnits = 2048;  // half of what Entry::time can tell apart
+    static constexpr std::uint32_t kWindowUnits = 2048;  // half the range of Entry::time
 
     struct Entry {
         std::uint32_t time : 12 = 0;  // last use in units, modulo 2 windows
         std::uint32_t tag : 11 = 0;
         std::uint32_t uses : 3 = 0;   // feature values of the last use; see ReturnRates
-        std::uint32_t added : 2 = 0;  // and one more; 0: no entry
+        std::uint32_t added : 2 = 0;  // value of the feature plus 1; 0: the entry is empty
         std::uint32_t gap : 3 = 0;
-        std::uint32_t forked : 1 = 0;  // a prompt has left the known path behind it before
+        std::uint32_t forked : 1 = 0;  // 1: a prompt has left the known path behind this stretch
     };
     static_assert(sizeof(Entry) == 4);
 
@@ -32,13 +32,14 @@ class GhostList {
     static std::uint64_t age(const Entry& entry, std::uint64_t now) {
         return (now - entry.time) % (2 * kWindowUnits);
     }
-    // The entries that may have that name are needed soon.
+    // Prefetches the entries that may have this key. Call some time before they are read.
     void prefetch(std::uint64_t key) { __builtin_prefetch(set_of(key).data(), 1); }
     Entry* find(std::uint64_t key, std::uint64_t now);
-    // The entry of that name if there is one, else an empty one, else the oldest; cleared.
+    // Returns a cleared entry for this key: the entry that has it, else an empty one, else the
+    // oldest.
     Entry& replace(std::uint64_t key, std::uint64_t now);
-    // The next `entries` entries, in turns; what is too old is forgotten. All must have their turn
-    // once in a window, before a time can wrap.
+    // Visits the next `entries` entries of the list and forgets those that are too old. Each entry
+    // must be visited at least once per window, before its time can wrap.
     template <class Visit>
     void sweep(std::size_t entries, std::uint64_t now, Visit visit) {
         for (std::size_t i = 0; i < entries; ++i) {
@@ -63,7 +64,7 @@ class GhostList {
         return {&table_[((key >> 32) * (table_.size() / kWays) >> 32) * kWays], kWays};
     }
 
-    Slab<Entry> table_;  // read at random: huge pages save a page walk per stretch
+    Slab<Entry> table_;  // huge pages, because random reads would miss the TLB
     std::size_t sweep_at_ = 0;
 };
 

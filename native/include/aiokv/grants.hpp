@@ -48,33 +48,34 @@ class Grants {
           store_saver_(store_saver),
           fetches_(fetches) {}
 
-    // Throws the error of allocate() if the request can never be granted. `reserve`: free or
-    // evictable blocks that the grant leaves to extend(); by default as configured.
+    // Throws the error of allocate() if the request can never be granted. `reserve`: number of free
+    // or evictable blocks that the grant leaves to extend(); default: as configured.
     void check_request(const Lease& lease, std::int64_t num_tokens, Reserve reserve) const;
     // Returns kNone, and takes no block, if there is not enough room now.
     Grant allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve);
-    // Returns true if allocate() would grant now. Evicts nothing. `saves`: the caller answers a
-    // refused grant with take_write_backs(), and tries once more when there is nothing to save.
+    // Returns true if allocate() would grant now. Evicts nothing. `saves`: after a refused grant,
+    // the caller will call take_write_backs() and, if there is nothing to save, try once more.
     bool can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Reserve reserve);
-    // The device blocks that allocate() could take now for a lease without cached blocks, whatever
-    // the reserve, up to `limit`; `limit` itself exactly when it could take as many. `saves` as for
-    // can_allocate().
+    // Returns the number of device blocks, up to `limit`, that allocate() could take now for a
+    // lease without cached blocks, ignoring the reserve. The result is `limit` exactly if
+    // allocate() could take that many. `saves`: see can_allocate().
     std::uint32_t allocatable_blocks(std::uint32_t limit, bool saves) {
         return takeable_blocks(limit, saves, Residency::Unsaved::kKept);
     }
-    // The device blocks that extend() could take now, up to `limit`.
+    // Returns the number of device blocks, up to `limit`, that extend() could take now.
     std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
         return takeable_blocks(limit, saves, unsaved_of_running());
     }
-    // All leases get `num_tokens` more positions, or none does.
+    // Gives all leases `num_tokens` more positions, or none of them. Returns false if there is no
+    // room.
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens);
-    // All leases get the positions that they are to have, or none does. Requires what extend()
-    // checks.
+    // Grows all leases to their numbers of positions, or none of them. Requires that extend()'s
+    // checks hold.
     bool grow(std::span<const Growth> growths);
-    // Throws LeaseError, which names `call`: the lease cannot get `more` positions.
+    // Throws LeaseError, which names `call`, if the lease cannot get `more` positions.
     void check_grow(const Lease& lease, const char* call, std::uint64_t more) const;
-    // A second lease on the same blocks. What is not indexed gets ids of its own, and what of that
-    // is computed has to be copied on the device, source to target, in `step`.
+    // Opens a second lease on the same blocks. Blocks that are not indexed get new ids; the caller
+    // copies the computed ones on the device, source to target, in `step`.
     Fork fork(Lease& parent, Step step);
 
     void add_to(CoreStatistics& statistics) const;
@@ -85,7 +86,7 @@ class Grants {
     std::uint32_t reserve_for(std::uint32_t total_blocks, Reserve reserve) const;
     bool will_have_room(Residency::Forecast& forecast, std::uint32_t needed_blocks,
                         std::uint32_t wanted_blocks, bool saves) const;
-    // extend() and fork() never wait: they would rather lose a cached block than fail, except with
+    // extend() and fork() never wait. To succeed, they drop unsaved cached blocks, except with
     // write-back.
     Residency::Unsaved unsaved_of_running() const {
         return config_.write_policy == SavePolicy::kWriteBack ? Residency::Unsaved::kKept

@@ -36,26 +36,27 @@ class GroupPool {
     std::uint32_t head_blocks() const { return head_blocks_; }
     std::uint32_t free_ids() const { return ids_.free_blocks(); }
     std::uint32_t attached() const { return static_cast<std::uint32_t>(ids_of_.size()); }
-    // Ids that take() can give: free ones, and those that no lease reads.
+    // Number of ids that take() can give: free ids, and ids that no lease reads.
     std::uint32_t room() const { return ids_.free_blocks() + idle_; }
 
-    // Evicts an idle id when none is free. Requires room() > 0. Returns true when one was evicted.
+    // Takes an id. Evicts an idle one if none is free, and then returns true. Requires room() > 0.
     bool take(BlockId& id);
-    // Like take(), but prefers an id that a transfer may write now.
+    // Does the same as take(), but prefers an id that a transfer may write now.
     bool take_writable(BlockId& id);
     // Frees an id of the caller; `step` may still use it.
     void give_back(BlockId id, Step step);
 
     void attach(NodeId node, BlockId id);  // the caller's id; the node has none
     BlockId find(NodeId node) const;
-    // A hit of the first `blocks` of the path may end there. `copies`: ids that count, too.
+    // Returns true if a hit may end behind the first `blocks` of the path. Ids in `copies` count,
+    // too.
     bool covers(const PrefixTree& tree, std::span<const NodeId> path, std::size_t blocks,
                 const GroupPool* copies = nullptr) const;
     bool is_idle(BlockId id) const { return entries_[at(id)].readers == 0; }
-    // The node was dropped. Returns true when it had an id.
+    // Call when the node was dropped. Returns true if it had an id.
     bool forget(NodeId node);
     void forget_all();  // forgets the ids of nodes; requires that no lease reads one
-    // Makes an idle attached id the caller's.
+    // Takes an idle id from its node and gives it to the caller.
     void detach(BlockId id);
 
     void add_reader(BlockId id);
@@ -65,18 +66,19 @@ class GroupPool {
     void remove_copier(BlockId id);
     void note_uses() { used_.resize(capacity(), 0); }
     void touch(BlockId id);  // marks the id as used now
-    // Marks the ids that a hit of the whole path needs as used now, where they exist.
+    // Marks the ids that a hit of the whole path needs as used now. Skips missing ones.
     void touch_hit(std::span<const NodeId> path);
 
     void use_in(BlockId id, Step step) { ids_.use_in(id, step); }
     Step after_step(BlockId id) const { return ids_.after_step(id); }
-    // No open step uses the id: a transfer of it has an event to wait for.
+    // Returns true if no open step uses the id, so that a transfer of the id has an event to wait
+    // for.
     bool is_closed(BlockId id) const { return ids_.is_writable(id); }
     void close_step(Step step) { ids_.close_step(step); }
     void finish_step(Step step) { ids_.finish_step(step); }
     Step unfinished_step() const { return ids_.unfinished_step(); }
 
-    // take_writable() finds `count` ids, none of which `keeps` wants to keep.
+    // Returns true if take_writable() finds `count` ids for which keeps(id) is false.
     template <class Keeps>
     bool has_writable(std::size_t count, Keeps keeps) const {
         std::size_t found = ids_.writable_blocks();
@@ -86,7 +88,7 @@ class GroupPool {
         return found >= count;
     }
 
-    // Idle ids in the order of their eviction; kNoBlock ends it.
+    // Iterate over idle ids in eviction order; kNoBlock is the end.
     BlockId first_evicted() const { return oldest_; }
     BlockId evicted_after(BlockId id) const { return entries_[at(id)].next; }
 
@@ -94,13 +96,14 @@ class GroupPool {
     bool is_free(BlockId id) const { return ids_.is_free(id); }
     bool is_attached(BlockId id) const { return entries_[at(id)].node != kNone; }
     std::uint32_t readers(BlockId id) const { return entries_[at(id)].readers; }
-    // No node has the id, and no other lease reads it.
+    // Returns true if neither a node nor another lease has the id.
     bool is_private(BlockId id) const {
         return !is_free(id) && !is_attached(id) && readers(id) == 0;
     }
     std::uint32_t idle() const { return idle_; }
     NodeId node_of(BlockId id) const { return entries_[at(id)].node; }
-    // `ids`: owners that are neither nodes nor readers. `readers`: by id.
+    // Compares the pool with its users. `ids`: owners other than nodes and readers. `readers`:
+    // number of readers per id.
     void check(Report& report, Ownership ids, std::span<const std::uint32_t> readers,
                const PrefixTree& tree) const;
 
@@ -128,7 +131,7 @@ class GroupPool {
     BlockId oldest_ = kNoBlock;
     BlockId newest_ = kNoBlock;
     std::uint32_t idle_ = 0;
-    std::vector<std::uint64_t> used_;  // by id: the time of the last use; empty if nothing needs it
+    std::vector<std::uint64_t> used_;  // by id: time of the last use; empty without note_uses()
     std::uint64_t clock_ = 0;
 };
 

@@ -25,7 +25,7 @@ class Report;
 
 class HostCopies {
   public:
-    // `device`: the ids on the device.
+    // `device`: the pool of the ids on the device.
     HostCopies(const CoreConfig& config, Index& index, GroupPool& device, TransferLedger& transfers,
                std::uint32_t capacity, GroupId group);
 
@@ -40,16 +40,17 @@ class HostCopies {
     void finish_read(BlockId id, bool failed);
 
     // -- saves
-    // This device id was attached or hit.
+    // Call when this device id was attached or hit.
     void note_use(BlockId device_id);
-    // Device ids were taken: with write-back, the next to be evicted are looked at.
+    // Call when device ids were taken. With write-back, the next call checks which ids are evicted
+    // next.
     void note_taken() { looks_ahead_ = looks_ahead_ || is_write_back(); }
     bool wants_saves() const { return looks_ahead_ || !queue_.empty(); }
-    // Begins to copy up to `limit` ids; 0: none can be copied now. Ids of an open step wait for its
-    // end; those for which the host has no room are not saved.
+    // Begins to copy up to `limit` ids. Returns 0 if none can be copied now. Ids of an open step
+    // wait for its end. Ids for which the host has no room are not saved.
     TransferId take_save(std::uint32_t limit);
-    // The first `good` host ids belong to the nodes of their sources, unless those were dropped, or
-    // stores have brought copies for them.
+    // Attaches the first `good` host ids to the nodes of their sources, except where the node was
+    // dropped or stores have brought its copy.
     void finish_save(const Move& save, std::uint32_t good);
 
     // -- stores
@@ -58,13 +59,13 @@ class HostCopies {
         stores_.emplace(config_, index_, stored, residency, transfers_, device_, pool_, group_);
     }
     AuxiliaryStore* stores() { return stores_ ? &*stores_ : nullptr; }  // null: not connected
-    // A lease is granted that uses what is attached to the node.
+    // Call when a lease that uses the ids attached to the node is granted.
     void note_hit(NodeId node) {
         if (stores_) stores_->note_use(node);
     }
 
     void add_to(GroupStatistics& statistics) const;
-    // `readers`: of each host id, besides the moves and the stores.
+    // `readers`: number of readers per host id, without the moves and the stores.
     void check(Report& report, std::vector<std::uint32_t> readers) const;
 
   private:
@@ -81,8 +82,8 @@ class HostCopies {
     TransferLedger& transfers_;
     GroupPool pool_;
     GroupId group_;
-    std::optional<AuxiliaryStore> stores_;  // none: stores do not have the host copies
-    std::vector<BlockId> queue_;     // device ids; some are another node's by now, or no node's
+    std::optional<AuxiliaryStore> stores_;  // none: stores do not keep the host copies
+    std::vector<BlockId> queue_;     // device ids; some may have another node by now, or none
     std::vector<bool> is_queued_;    // by device id
     std::vector<bool> being_saved_;  // by device id
     bool looks_ahead_ = false;

@@ -1,5 +1,6 @@
-// Blocks with a copy on the device and one on the host, whose host copy can be freed: those first
-// that the device evicts last, linked by host id. Each operation takes O(1).
+// Blocks with a copy on the device and one on the host, whose host copy can be freed. The list is
+// linked by host id and begins with the blocks that the device evicts last. Each operation takes
+// O(1).
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,7 @@ class HostCopyList {
     BlockId first() const { return first_; }  // kNoBlock: there is none
     BlockId after(BlockId host) const { return entries_[at(host)].next; }
 
-    // A block that is in the list stays where it is.
+    // Does nothing if the block is already in the list.
     void add_first(BlockId host, NodeId node) {
         if (contains(host)) return;
         entries_[at(host)] = {node, kNoBlock, first_};
@@ -37,14 +38,14 @@ class HostCopyList {
         last_ = host;
         ++size_;
     }
-    // Nothing happens when it is not in the list.
+    // Does nothing if the block is not in the list.
     void move_to_first(BlockId host) {
         if (host == first_ || !contains(host)) return;
         const NodeId node = node_of(host);
         remove(host);
         add_first(host, node);
     }
-    // Nothing happens when it is not in the list.
+    // Does nothing if the block is not in the list.
     void remove(BlockId host) {
         Entry& entry = entries_[at(host)];
         if (entry.node == kNone) return;

@@ -15,7 +15,7 @@ struct IdPool {
 // Source id of a target that is filled with zeros.
 constexpr std::int32_t kZeros = -1;
 
-// Ids of one copy, as many on both sides.
+// The ids of one copy. Both lists have the same length.
 struct CopyIds {
     std::span<const std::int32_t> sources;
     std::span<const std::int32_t> targets;

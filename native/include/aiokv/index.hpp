@@ -28,19 +28,19 @@ class Index {
     const PrefixTree& tree() const { return tree_; }
 
     // -- contexts: prompts of different contexts share no block
-    // The context of this key, opened when there is none, with one more lease.
+    // Returns the context of this key, opened if there was none, and counts one more lease in it.
     std::uint32_t enter_context(std::string_view key);
     void enter_context(std::uint32_t context) { ++contexts_[context].leases; }
     void leave_context(std::uint32_t context);
-    // The context of this key; nothing when there is none.
+    // Returns the context of this key, or nothing if there is none.
     std::optional<std::uint32_t> find_context(std::string_view key) const;
-    // A transfer that will insert blocks into the context is in flight, or has ended.
+    // Call when a transfer that will insert blocks into the context begins, and when it has ended.
     void begin_growth(std::uint32_t context) { ++contexts_[context].growths; }
     void end_growth(std::uint32_t context) {
         --contexts_[context].growths;
         close_if_unused(context);
     }
-    // Closes the context of a root that has lost its last child, unless it has leases or growths.
+    // Closes the context of a root without children, unless it has leases or growths.
     void close_context_if_unused(NodeId root) {
         close_if_unused(static_cast<std::uint32_t>(tree_[root].device));
     }
@@ -49,7 +49,7 @@ class Index {
         return contexts_[static_cast<std::size_t>(tree_[root].device)].key;
     }
     std::size_t num_contexts() const { return context_ids_.size() + 1; }
-    // Visits the roots of contexts, and looks at no more than `max_contexts` places.
+    // Visits the roots of contexts. Looks at no more than `max_contexts` entries of the table.
     template <class Visit>
     void for_some_roots(std::size_t max_contexts, Visit visit) const {
         for (std::size_t i = 0; i < std::min(max_contexts, contexts_.size()); ++i) {
@@ -57,40 +57,41 @@ class Index {
         }
     }
     NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
-    // Seed of the fingerprints of the lease's prompt; the same in every process.
+    // Seed for the fingerprints of the lease's prompt. It is the same in every process.
     std::uint64_t seed_of(const Lease& lease) const { return contexts_[lease.context].seed; }
 
     // -- multimodal items of a lease's prompt
-    // Items behind those that the lease has; no block that they touch is indexed.
+    // Adds items behind those that the lease has. No block that they touch may be indexed.
     void add_items(Lease& lease, std::span<const Item> items);
-    // Items of a lease that has none, without refs: it only looks for its prompt.
+    // Looks up the items of a lease that has none. Takes no refs, because the lease only searches
+    // its prompt.
     void find_items(Lease& lease, std::span<const Item> items) const;
     void copy_items(const Lease& from, Lease& to);
     void forget_items(Lease& lease);
-    // Positions from `num_tokens` on, which is inside no item, are not the lease's any more: what
-    // is appended there has no items.
+    // Removes the items from position `num_tokens` on, because the lease drops these positions.
+    // `num_tokens` must not be inside an item.
     void cut_items(Lease& lease, std::uint32_t num_tokens);
 
-    // The digest of the first positions of a lease, which have tokens.
+    // Returns the digest of the first `num_tokens` positions of a lease, all of which have tokens.
     Digest prompt_digest(const Lease& lease, std::uint32_t num_tokens) const;
 
     // -- the blocks of a lease
-    // Another lease could share the block as it is.
+    // Returns true if the index has exactly this block, so that another lease could share it.
     bool is_indexed(const Lease& lease, std::size_t block) const {
         return block < lease.path.size() && tree_[lease.path[block]].has(kDeviceValid);
     }
-    // The device id is the lease's own.
+    // Returns true if only the lease has the device id.
     bool is_private(const Lease& lease, std::size_t block) const {
         return block >= lease.path.size() || tree_[lease.path[block]].device != lease.table[block];
     }
-    // Blocks of the path before the first one that was dropped.
+    // Returns the number of blocks of the path before the first dropped one.
     std::size_t attached_blocks(const Lease& lease) const;
 
     // -- versions
-    // Changes whenever a walked path may have become wrong.
+    // Changes whenever an earlier walk of the tree may have become wrong.
     std::uint64_t version() const { return version_; }
     void change() { ++version_; }
-    // Changes with each reset: what a lease of an older epoch computes is not indexed.
+    // Changes with each reset. Blocks computed by a lease of an older epoch are not indexed.
     std::uint64_t epoch() const { return epoch_; }
     bool is_of_epoch(const Lease& lease) const { return lease.epoch == epoch_; }
     void begin_epoch() {

@@ -14,18 +14,18 @@ namespace aiokv {
 
 enum class IoOperation : std::uint8_t { kRead, kWrite, kFlush };
 
-// kFlush is fdatasync(): address, length and offset are ignored.
+// kFlush is fdatasync(): it ignores address, length and offset.
 struct IoRequest {
     int fd = -1;
     IoOperation operation = IoOperation::kRead;
     std::uint32_t length = 0;  // bytes, at most kMaxIoBytes
     std::uint64_t address = 0;
     std::uint64_t offset = 0;
-    std::uint64_t tag = 0;  // the caller's
+    std::uint64_t tag = 0;  // set by the caller and returned with the result
 };
 
-// `result`: bytes that were moved, 0 for a flush, or -errno. Fewer bytes than requested: the file
-// ended. A write that moved a part of its bytes and then failed has the errno of the failure.
+// `result`: number of moved bytes, 0 for a flush, or -errno. Fewer bytes than requested mean that
+// the file has ended. A write that failed after a part of its bytes has the errno of the failure.
 struct IoResult {
     std::uint64_t tag = 0;
     std::int32_t result = 0;
@@ -40,13 +40,13 @@ enum class IoBackendChoice { kAuto, kIoUring, kThreads };
 class IoBackend;
 class IoCompletions;
 
-// Requests end in any order. The memory of a request belongs to the kernel until its result is
-// there. Native threads talk to the kernel: no method waits for the medium, except for close().
-// Thread-safe, but for close(). A forked child can only destroy a queue of its parent.
+// Requests end in any order. The kernel owns the memory of a request until its result can be read.
+// Native threads call the kernel: no method waits for the medium, except close(). All methods but
+// close() are thread-safe. A forked child can only destroy a queue of its parent.
 class IoQueue {
   public:
-    // At most `entries` requests are in the kernel at a time; the queue holds the others.
-    // Throws ConfigError when `entries` is out of range, or io_uring is demanded and refused.
+    // At most `entries` requests are in the kernel at a time; the queue holds the others. Throws
+    // ConfigError if `entries` is out of range, or if io_uring is required and refused.
     IoQueue(std::size_t entries, IoBackendChoice choice);
     ~IoQueue();  // close()
     IoQueue(const IoQueue&) = delete;
@@ -55,26 +55,26 @@ class IoQueue {
     const char* backend() const { return name_; }       // "io_uring" or "threads"
     const std::string& reason() const { return why_; }  // why io_uring is not used, or ""
 
-    // Readable from the end of the last request of a submit() until pop() has removed all results;
-    // -1 when closed.
+    // File descriptor that is readable from the end of the last request of a submit() until pop()
+    // has removed all results; -1 after close().
     int fd() const;
 
-    // Requests whose results were not removed.
+    // Number of requests whose results were not removed.
     std::size_t pending() const;
 
-    // Lets the kernel map memory once for all later requests inside of it. The result, with `tag`,
-    // is 0, or the -errno with which the kernel refused: requests are then slower.
+    // Maps this memory into the kernel once for all later requests inside it. The result, with
+    // `tag`, is 0, or -errno if the kernel refused: requests then work, but are slower.
     void register_buffer(std::uint64_t address, std::size_t num_bytes, std::uint64_t tag);
 
-    // Starts all requests. Throws LayoutError, before the first one starts, when a request is too
-    // long, or is not aligned and its file is open with O_DIRECT.
+    // Starts all requests. Throws LayoutError, starting none, if a request is too long, or is not
+    // aligned while its file is open with O_DIRECT.
     void submit(std::span<const IoRequest> requests);
 
-    // Asks to end the requests with these tags early. Each still has a result: -ECANCELED when it
-    // was cancelled in time.
+    // Asks the kernel to end the requests with these tags early. Each still has a result, which is
+    // -ECANCELED if it was cancelled in time.
     void cancel(std::span<const std::uint64_t> tags);
 
-    // Returns the oldest results, at most `limit`, and keeps them.
+    // Returns at most `limit` of the oldest results, without removing them.
     std::vector<IoResult> peek(std::size_t limit) const;
 
     // Removes the `count` oldest results. Throws UsageError when there are fewer.

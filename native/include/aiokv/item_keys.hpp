@@ -32,21 +32,21 @@ struct ItemSpan {
     std::uint64_t start, stop;
 };
 
-// The key of a block of a prompt; `keys` are those of its blocks up to the last with items.
+// Returns the key of a block of a prompt. `keys`: keys of its blocks up to the last one with items.
 inline ItemKey key_of(std::span<const ItemKey> keys, std::size_t block) {
     return block < keys.size() ? keys[block] : kNoItems;
 }
 
-// The keys of the blocks from `block` on.
+// Returns the keys of the blocks from `block` on.
 inline std::span<const ItemKey> keys_from(std::span<const ItemKey> keys, std::size_t block) {
     return keys.subspan(std::min(block, keys.size()));
 }
 
 class ItemKeys {
   public:
-    // The id of these bytes, with a ref for the caller.
+    // Returns the id of these bytes, with one ref for the caller.
     ItemKey intern(std::string bytes);
-    // The id of these bytes, or kUnknownItems.
+    // Returns the id of these bytes, or kUnknownItems.
     ItemKey find(const std::string& bytes) const;
     void ref(ItemKey key) { ++entries_[key - 1].refs; }
     void unref(ItemKey key);
@@ -62,7 +62,7 @@ class ItemKeys {
 
   private:
     struct Entry {
-        const std::string* bytes = nullptr;  // in ids_, whose nodes stay in place
+        const std::string* bytes = nullptr;  // points into ids_, whose keys do not move
         std::uint64_t refs = 0;
     };
 
@@ -72,20 +72,22 @@ class ItemKeys {
     std::unordered_map<NodeId, ItemKey> of_node_;
 };
 
-// Throws UsageError: not in order, overlapping, empty, or outside the positions from `first` to
-// `end` of a prompt. A `first` above 0 is that of appended tokens.
+// Throws UsageError if items are out of order, overlapping, empty, or outside the positions from
+// `first` to `end` of a prompt. `first` is above 0 when the items are those of appended tokens.
 void check_items(std::span<const Item> items, std::size_t first, std::size_t end);
 
-// The key bytes of each block up to the last one that an item touches; empty where none does.
+// Returns the key bytes per block, up to the last block that an item touches; empty for blocks
+// without items.
 std::vector<std::string> item_key_bytes(std::span<const Item> items, std::uint32_t block_tokens);
 
-// Adds to `prompt` the items that begin in the block of these key bytes, before its position `end`:
-// as in the key of a block that begins at the first position of the prompt, `first` positions
-// before the block.
+// Reads the items from the key bytes of a block, and appends those that begin in the block before
+// its position `end` to `prompt`, in the form of an item key. The block begins `first` positions
+// behind the start of the prompt.
 void add_beginning_items(std::string_view bytes, std::uint64_t first, std::uint64_t end,
                          std::string& prompt);
 
-// The key bytes of the same block without the items that begin at its position `end` or later.
+// Returns the key bytes of the same block without the items that begin at its position `end` or
+// later.
 std::string item_key_before(std::string_view bytes, std::uint32_t end);
 
 }  // namespace aiokv

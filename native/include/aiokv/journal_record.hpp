@@ -19,7 +19,7 @@ enum class RecordKind : std::uint32_t {
     kRemove = 2,      // `key` is no longer in `slot`
     kQuarantine = 3,  // `slot` is not used any more; it held `key`, or nothing
     kSynced = 4,      // the data of all records above is durable
-    kSession = 5,     // a process has begun to write; `key` identifies the boot of its machine
+    kSession = 5,     // a process has begun to write; `key` identifies the machine's boot
 };
 
 // 64 bytes: a record never crosses a sector of the disk.
@@ -33,11 +33,11 @@ struct JournalRecord {
 };
 static_assert(sizeof(JournalRecord) == 64 && std::is_trivially_copyable_v<JournalRecord>);
 
-// The checksum of a record in the file `epoch`, which is `position` records behind the header.
+// Returns the checksum of a record in file `epoch`, at index `position` behind the header.
 std::uint64_t record_checksum(const JournalRecord& record, std::uint64_t epoch,
                               std::uint64_t position);
 
-// Fill in the checksums of records that will be written from `position` on.
+// Sets the checksums of records that will be written from `position` on.
 void stamp_records(std::span<JournalRecord> records, std::uint64_t epoch, std::uint64_t position);
 
 }  // namespace aiokv

@@ -11,25 +11,25 @@
 
 namespace aiokv {
 
-// An add is applied when a kSynced record below it proves that its data is durable, or when the
-// machine has not booted since the add was written: then writes that the disk had not flushed
-// cannot be lost. Removals are always applied.
+// Applies removals always. Applies an add if a later kSynced record proves that its data is
+// durable, or if the machine has not booted since the add was written, because unflushed writes
+// cannot be lost then.
 class JournalReplay {
   public:
-    // `table` is new, and must exist until finish(). `boot` identifies the present boot.
-    // Slots from num_slots on do not exist any more.
+    // `table`: a new table, which must exist until finish(). `boot`: identifies the present boot.
+    // Ignores slots from num_slots on, which no longer exist.
     JournalReplay(SlotTable& table, std::uint64_t epoch, const StoreKey& boot,
                   std::size_t num_slots)
         : table_(table), epoch_(epoch), boot_(boot), num_slots_(num_slots) {}
 
-    // The next records of the file, whole ones except at its end.
+    // Reads the next records of the file. Only the last call may end with a partial record.
     void feed(std::span<const std::uint8_t> bytes);
-    // Apply what is left, and make the slots without a key free.
+    // Applies the remaining records, and makes the slots without a key free.
     void finish();
 
     std::uint64_t end() const { return end_; }            // position behind the last valid record
-    std::uint64_t damaged() const { return damaged_; }    // invalid records before it
-    std::uint64_t torn() const { return torn_; }          // invalid records behind it
+    std::uint64_t damaged() const { return damaged_; }    // invalid records before end()
+    std::uint64_t torn() const { return torn_; }          // invalid records behind end()
     std::uint64_t unproven() const { return unproven_; }  // adds dropped after a power cut
     std::uint64_t outside() const { return outside_; }    // adds to slots that no longer exist
 
@@ -43,7 +43,7 @@ class JournalReplay {
     StoreKey boot_;
     std::size_t num_slots_;
     bool same_boot_ = false;              // the records were written since the last boot
-    std::vector<JournalRecord> waiting_;  // since the last kSynced
+    std::vector<JournalRecord> waiting_;  // records since the last kSynced
     std::uint64_t position_ = 0;
     std::uint64_t end_ = 0;
     std::uint64_t damaged_ = 0;

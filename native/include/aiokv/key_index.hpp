@@ -1,5 +1,5 @@
-// Hash index from store keys to slots. The keys stay with the slots: the index holds 7.5 bytes per
-// slot of capacity. It is as large as it gets from the start, so that no insertion rehashes.
+// Hash index from store keys to slots. The keys are stored with the slots: the index takes 7.5
+// bytes per slot of capacity. It has its full size from the start, so no insertion rehashes.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ class KeyIndex {
         slots_.grow(num_buckets_);
     }
 
-    // Keys are SHA-256 digests as a rule; the product spreads keys that are not, too.
+    // Most keys are SHA-256 digests. The multiplication also spreads keys that are not.
     static std::uint64_t hash(const StoreKey& key) {
         std::array<std::uint64_t, 4> words;
         std::memcpy(words.data(), key.data(), sizeof(words));
@@ -39,7 +39,8 @@ class KeyIndex {
         __builtin_prefetch(&slots_[bucket(hash)]);
     }
 
-    // The first slot whose tag fits, whose key is likely to be compared; kNoSlot if there is none.
+    // Returns the first slot with the tag of this hash, whose key probably has to be compared;
+    // kNoSlot if there is none. Used to prefetch the key.
     std::uint32_t candidate(std::uint64_t hash) const {
         for (std::size_t at = bucket(hash); tags_[at] != 0; at = next(at)) {
             if (tags_[at] == tag(hash)) return slots_[at];
@@ -55,7 +56,7 @@ class KeyIndex {
         return kNoSlot;
     }
 
-    // The key of the slot must not be in the index.
+    // Requires that the index does not have the key of the slot.
     void insert(std::uint64_t hash, std::uint32_t slot) {
         std::size_t at = bucket(hash);
         while (tags_[at] != 0) at = next(at);
@@ -63,7 +64,7 @@ class KeyIndex {
         slots_[at] = slot;
     }
 
-    // Closes the gap: entries behind it that probing would no longer reach move up.
+    // Removes an entry and closes the gap: moves up the entries that probing would no longer reach.
     template <class Keys>
     void erase(std::uint64_t hash, std::uint32_t slot, const Keys& keys) {
         std::size_t gap = bucket(hash);

@@ -26,24 +26,25 @@ class LeaseTable {
     const Lease& at(LeaseId id) const;
     Lease& at(LeaseId id);
     bool is_open(LeaseId id) const;
-    // Open, and not released while batches or transfers keep its blocks.
+    // Returns true if the lease is open and was not released.
     bool is_held(LeaseId id) const { return is_open(id) && !at(id).is(LeaseState::kReleasing); }
     // Throws LeaseError, which names `call`, when a lease is listed more than once. O(ids).
     void require_distinct(std::span<const LeaseId> ids, const char* call);
     // Throws UsageError when max_leases are open. Call it before any change.
     void require_room() const;
 
-    // A matched lease of these tokens, which starts with a clean record. References to other leases
-    // stay valid.
+    // Opens a matched lease of these tokens with a new record. References to other leases stay
+    // valid.
     Lease& open(std::span<const std::int32_t> tokens, std::uint32_t context, LeaseFlags flags);
-    // The lease holds nothing any more, and ends. Requires a transition to kFree before.
+    // Ends a lease that holds nothing any more. Requires an earlier transition to kFree.
     void close(Lease& lease);
 
     // The only place that changes a state. Throws InternalError, changing nothing, when the
     // transition is not allowed.
     void move(Lease& lease, LeaseState to);
 
-    // Open leases among the first `max_records` records, the longest open first; at most `limit`.
+    // Returns at most `limit` open leases among the first `max_records` records, the longest open
+    // first.
     std::vector<const Lease*> oldest(std::size_t limit, std::size_t max_records) const;
     static double age_seconds(const Lease& lease);
 
@@ -51,12 +52,12 @@ class LeaseTable {
     std::uint32_t open_leases() const;
     std::uint32_t count(LeaseState state) const { return counts_[static_cast<std::size_t>(state)]; }
     std::uint32_t with_blocks() const;
-    std::uint32_t computing() const { return computing_; }  // with blocks, and flags.computes
+    std::uint32_t computing() const { return computing_; }  // leases with blocks and flags.computes
 
-    // For how long leases that compute had blocks.
+    // How long computing leases have had blocks.
     const Histogram& hold_times() const { return hold_times_; }
 
-    // Every record, those of no lease too, in a fixed order.
+    // All records in a fixed order, including free ones.
     const std::deque<Lease>& records() const { return leases_; }
     auto begin() { return leases_.begin(); }
     auto end() { return leases_.end(); }
@@ -72,7 +73,7 @@ class LeaseTable {
     std::array<std::uint32_t, kLeaseStates> counts_{};  // open leases by state
     std::uint32_t computing_ = 0;
     Histogram hold_times_;
-    std::vector<std::uint32_t> listed_;  // by index of the lease: the last list that has named it
+    std::vector<std::uint32_t> listed_;  // by lease index: the last list that had the lease
     std::uint32_t list_ = 0;             // number of the last list of require_distinct()
 };
 

@@ -1,4 +1,4 @@
-// The front of the device queue, as far as write-backs have looked at it.
+// The front part of the device queue that write-backs have already looked at.
 //
 // Blocks up to and including last_ have the flag kAhead: they have a host copy, are being saved, or
 // may be dropped. At least count_ of them are still in the queue. The next walk starts behind
@@ -19,22 +19,22 @@ class LookAhead {
     std::uint32_t count() const { return count_; }
     bool is_begun() const { return last_ != kNone; }
 
-    // The block behind those that were looked at, or kNone.
+    // Returns the first block that was not looked at, or kNone.
     NodeId next() {
         return last_ == kNone ? tree_.last_of(queue_.front()) : next_victim(tree_, queue_, last_);
     }
-    // The block is next().
+    // Marks next() as looked at.
     void add(NodeId node) {
         add_front(node);
         last_ = node;
     }
-    // The block was put before all others of the queue; is_begun().
+    // Marks a block that was just put to the front of the queue. Requires is_begun().
     void add_front(NodeId node) {
         tree_[node].set(kAhead);
         tree_.run(node).set(kMayBeAhead);
         ++count_;
     }
-    // The run is going to leave the queue.
+    // Call before a run leaves the queue.
     void remove(RunId id) {
         Run& run = tree_.runs()[id];
         if (!run.has(kMayBeAhead)) return;
@@ -50,7 +50,7 @@ class LookAhead {
         last_ = tree_.runs()[before].first;
         tree_.runs()[before].set(kMayBeAhead);
     }
-    // The next walk begins at the front.
+    // Lets the next walk begin at the front.
     void restart() {
         last_ = kNone;
         count_ = 0;
@@ -59,7 +59,7 @@ class LookAhead {
   private:
     PrefixTree& tree_;
     TierQueue& queue_;
-    NodeId last_ = kNone;  // kNone: nothing was looked at
+    NodeId last_ = kNone;  // last block looked at, or kNone
     std::uint32_t count_ = 0;
 };
 

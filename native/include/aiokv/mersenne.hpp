@@ -15,13 +15,13 @@ using U128 = unsigned __int128;
 
 inline constexpr U128 kPrime = (U128{1} << 127) - 1;
 
-// x mod kPrime, for any x.
+// Returns x mod kPrime for any x.
 AIOKV_HOST_DEVICE inline U128 reduced(U128 x) {
     x = (x & kPrime) + (x >> 127);
     return x >= kPrime ? x - kPrime : x;
 }
 
-// a * b mod kPrime, for a and b of at most 127 bits.
+// Returns a * b mod kPrime for a and b of at most 127 bits.
 AIOKV_HOST_DEVICE inline U128 multiplied(U128 a, U128 b) {
     const auto a0 = static_cast<std::uint64_t>(a), a1 = static_cast<std::uint64_t>(a >> 64);
     const auto b0 = static_cast<std::uint64_t>(b), b1 = static_cast<std::uint64_t>(b >> 64);

@@ -13,29 +13,28 @@ constexpr NodeId kNone = 0xffffffff;
 
 enum NodeFlag : std::uint16_t {
     kDeviceValid = 1 << 0,
-    kDeviceLoading = 1 << 1,  // a transfer of the TransferLedger, onload_of(), owns the device id
+    kDeviceLoading = 1 << 1,  // a transfer owns the device id; see TransferLedger::onload_of()
     kHostValid = 1 << 2,
     kHostLoading = 1 << 3,  // an offload owns the host id
     kDetached = 1 << 4,     // unmatchable; freed when the last ref and pin are gone
     kBackupQueued = 1 << 5,
-    kRoot = 1 << 6,            // no block; `device` holds the context's index
-    kHasStoreEntry = 1 << 7,   // StoredBlocks knows its digest, or of its saves
-    kBackupFailed = 1 << 8,    // may be dropped without another try
+    kRoot = 1 << 6,            // not a block; `device` is the index of the context
+    kHasStoreEntry = 1 << 7,   // StoredBlocks has its digest, or the state of its saves
+    kBackupFailed = 1 << 8,    // may be dropped without another attempt to save it
     kHasItems = 1 << 9,        // multimodal items touch it; ItemKeys has its key
     kAhead = 1 << 10,          // counted by LookAhead
     kHasSides = 1 << 11,       // a group besides attention may have an id of it
-    kAwaitsUse = 1 << 12,      // Uses has leases that end with its next use
+    kAwaitsUse = 1 << 12,      // leases in Uses wait for the next use of the block
     kUnsavedParked = 1 << 13,  // in EvictableBlocks::unsaved_parked_
 };
 
 constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;
-// What Run::refs counts at most.
+// Limit of Run::refs.
 constexpr std::uint32_t kMaxLeases = (1 << 20) - 1;
-constexpr std::uint32_t kMaxHolds = (1 << 7) - 1;  // in Node::holds; Residency counts the rest
+constexpr std::uint32_t kMaxHolds = (1 << 7) - 1;  // in Node::holds; Residency counts the others
 constexpr std::uint32_t kMaxUses = (1 << 8) - 1;
 
-// What a block has of its own. Its place in the tree, its refs and its place in an eviction queue
-// are those of its run.
+// The state of one block. Its parent, refs and place in an eviction queue belong to its run.
 struct Node {
     BlockId device = kNoBlock;
     BlockId host = kNoBlock;
@@ -59,22 +58,22 @@ constexpr RunId kNoRun = 0xffffffff;
 
 enum RunFlag : std::uint8_t {
     kQueued = 1 << 0,      // in the eviction queue of its fastest tier
-    kParked = 1 << 1,      // left that queue because it was blocked; returns to its front
+    kParked = 1 << 1,      // blocked: left that queue, and will return to its front
     kMayBeAhead = 1 << 2,  // some of its blocks may have kAhead
 };
 
-// Blocks with consecutive ids, each the only child of the one before it, with one life: the same
-// leases hold all of them, and they wait for eviction together, the last one first. A run is split
-// where a part of it needs a state of its own.
+// Blocks with consecutive ids, each the only child of the one before it. The same leases hold all
+// of them, and they are in an eviction queue together, where the last one is evicted first. A run
+// is split when only a part of it changes one of these.
 struct Run {
     NodeId first = kNone;
     std::uint32_t length = 0;
     NodeId parent = kNone;        // of the first block
-    std::uint32_t child = kNone;  // of the last block: the only one, or a fork, or kNone
+    std::uint32_t child = kNone;  // child of the last block: a node, a fork or kNone
     std::uint32_t refs = 0;       // granted leases whose path holds the blocks
     RunId prev = kNoRun;          // links of the eviction queue
-    RunId next = kNoRun;          // likewise, or of the free list
-    ReuseClass reuse_class = 0;   // class of the last lease: its place among the evictable
+    RunId next = kNoRun;          // next in the eviction queue, or in the free list
+    ReuseClass reuse_class = 0;   // class of the last lease; decides the eviction order
     std::uint8_t flags = 0;       // RunFlag
 
     NodeId last() const { return first + length - 1; }

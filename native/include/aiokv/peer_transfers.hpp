@@ -36,13 +36,13 @@
 
 namespace aiokv {
 
-// Ranges of layers of each block, as the workers number them. 0, 0: the block is not divided.
+// Ranges of layers of each block, with the workers' numbers. 0, 0: whole blocks.
 struct LayerRanges {
     std::uint32_t first = 0;
     std::uint32_t end = 0;
 };
 
-// Blocks of the table of a lease: from `first` to `end` - 1.
+// Blocks `first` to `end` - 1 of the table of a lease.
 struct BlockRange {
     std::uint32_t first;
     std::uint32_t end;
@@ -52,21 +52,21 @@ struct PeerTransfer {
     bool receives = false;
     GroupId group = kAttention;
     TicketId ticket{};
-    LeaseId lease = 0;            // 0: no handle has the blocks any more
-    std::uint32_t end_token = 0;  // positions behind it have no bytes; of a state: those before it
-    std::vector<BlockId> ids;     // on the device, of the group
+    LeaseId lease = 0;                  // 0: no handle has the blocks any more
+    std::uint32_t end_token = 0;        // end of the positions with bytes; of a state: its position
+    std::vector<BlockId> ids;           // on the device, of the group
     std::vector<std::uint32_t> blocks;  // index in the prompt per id; 0 for a state
     std::uint32_t kept_blocks = 0;      // attention blocks that are still in the table
     LayerRanges layers;
-    bool is_early = false;   // the lease may compute the blocks
-    std::uint64_t mark = 0;  // for early sends: the point in the work that computes the layers
+    bool is_early = false;         // the lease may still compute the blocks
+    std::uint64_t mark = 0;        // of an early send: point in the step that computes the layers
     std::vector<LeaseId> holders;  // each lists the transfer in Lease::peer_transfers
     Step after_step = 0;
-    bool cancelling = false;  // nothing waits for it; a worker was, or will be, asked
+    bool cancelling = false;  // no lease waits for it; a worker is asked to cancel it
 
     bool moves_attention() const { return group == kAttention; }
     std::uint32_t size() const { return static_cast<std::uint32_t>(ids.size()); }
-    // Blocks of attention, which follow each other; 0 of other groups.
+    // Returns the first block of attention, whose blocks are consecutive; 0 for other groups.
     std::uint32_t first_block() const { return moves_attention() ? blocks.front() : 0; }
     std::uint32_t end_block() const { return moves_attention() ? blocks.back() + 1 : 0; }
     std::uint32_t end_kept() const { return first_block() + kept_blocks; }
@@ -79,13 +79,13 @@ struct PeerTransfer {
 struct PeerEnd {
     TransferId transfer;
     LeaseId lease;
-    std::uint32_t blocks;  // proven: in the device blocks of the lease, or at the receiver
-    bool commits;          // positions count as computed now
+    std::uint32_t blocks;  // proven blocks: in the lease's device blocks, or at the receiver
+    bool commits;          // the received positions count as computed now
 };
 
 // Effects of the end of a transfer on leases.
 struct PeerRelease {
-    std::vector<LeaseId> ended;      // released, and waited for this transfer only
+    std::vector<LeaseId> ended;      // released leases that waited only for this transfer
     LeaseId lease = 0;               // lease whose state was received or lost; 0: none
     std::uint32_t state_tokens = 0;  // positions before the state; 0: it was lost
 };
@@ -107,11 +107,13 @@ class PeerTransfers {
         }
     }
 
-    // Receives, or sends, the blocks of a group that are needed behind `num_tokens` positions; of
-    // attention, those from `first_block` on. Throws LeaseError or UsageError, changing nothing.
+    // Begins to receive or send the blocks of a group that are needed behind `num_tokens`
+    // positions; of attention, the blocks from `first_block` on. Throws LeaseError or UsageError,
+    // changing nothing.
     TransferId receive(Lease& lease, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
                        std::int64_t first_block, Step step);
-    // With a mark, the sent layers of attention may be computed after the end of `step`.
+    // With a mark, the sent layers of attention need not be computed yet; they are at the end of
+    // `step`.
     TransferId send(Lease& lease, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
                     std::int64_t first_block, LayerRanges layers, std::uint64_t mark, Step step);
     // Abandons the transfers of a ticket. Returns true if the lease has windows of the ticket
@@ -123,15 +125,16 @@ class PeerTransfers {
     bool has(TransferId id) const { return in_flight_.contains(id); }
     const PeerTransfer& get(TransferId id) const;  // throws UsageError
     PeerRelease complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
-    // Since the last call.
+    // Returns the ends since the last call.
     std::vector<PeerEnd> take_ends();
-    // In flight, and not taken before: worth cancelling.
+    // Returns the transfers in flight that were abandoned since the last call: they are worth
+    // cancelling.
     std::vector<TransferId> take_abandoned();
     bool exist() const { return !in_flight_.empty(); }
 
     // -- for other transitions. The checks throw LeaseError, changing nothing.
-    // Positions that a receive in flight writes are not computed, and not committed; none is while
-    // the state is in flight.
+    // Throws LeaseError, changing nothing, as do the checks below. Positions that a receive in
+    // flight writes cannot be computed or committed; while the state is in flight, no position can.
     void check_commit(const Lease& lease, std::int64_t num_tokens) const {
         if (lease.peer_transfers.empty() && lease.windows.empty()) return;
         check_positions(lease, num_tokens);
@@ -142,20 +145,20 @@ class PeerTransfers {
     void check_positions(const Lease& lease, std::int64_t num_tokens) const;
     void check_compute(const Lease& lease) const;
     void check_swap(const Lease& lease) const;
-    // All windows that are needed behind these positions have arrived.
+    // Checks that all windows that are needed behind these positions have arrived.
     void check_windows(const Lease& lease, const char* verb, std::int64_t num_tokens) const;
-    // A state that is being received is not copied.
+    // Checks that the state is not being received, so that it can be copied.
     void check_state_copy(const Lease& lease, const char* verb) const;
-    // A block that keeps some of its positions must not be in flight: the lease may compute the
-    // others anew.
+    // Checks that no transfer uses the block in which `num_tokens` ends, because the lease may
+    // compute the cut positions of that block again.
     void check_truncate(const Lease& lease, std::int64_t num_tokens) const;
-    // Blocks of the table from `blocks` on are in flight.
+    // Returns true if transfers use blocks of the table from `blocks` on.
     bool use_behind(const Lease& lease, std::size_t blocks) const;
-    // The lease gives all its blocks back: no handle has them any more.
+    // Call when the lease gives all its blocks back, so that no handle has them.
     void abandon(Lease& lease);
-    // The blocks, and with them the transfers, are those of `keeper` from now on.
+    // Moves the blocks, and with them the transfers, to `keeper`.
     void hand_over(Lease& lease, Lease& keeper);
-    // `keeper` takes over the blocks of the table from `blocks` on.
+    // Moves the blocks of the table from `blocks` on, and their transfers, to `keeper`.
     void cut(Lease& lease, std::size_t blocks, Lease& keeper);
 
     void add_to(CoreStatistics& statistics) const;
@@ -166,30 +169,31 @@ class PeerTransfers {
     struct Counts {
         std::uint64_t begun = 0;
         std::uint64_t failed = 0;
-        std::uint64_t blocks = 0;  // proven
+        std::uint64_t blocks = 0;  // proven blocks
     };
 
     TransferId receive_blocks(Lease& lease, const TicketId& ticket, BlockRange range);
     TransferId send_blocks(Lease& lease, const TicketId& ticket, BlockRange range,
                            LayerRanges layers);
-    // Layers of blocks that need not be computed yet.
+    // Begins to send layers of blocks that need not be computed yet.
     TransferId send_early(Lease& lease, const TicketId& ticket, BlockRange range,
                           LayerRanges layers, std::uint64_t mark, Step step);
-    // Of a group besides attention: behind positions of which those that the lease has not computed
-    // have been received.
+    // Begins to receive blocks of a group besides attention. The positions before them must be
+    // computed or received.
     TransferId receive_group(Lease& lease, const TicketId& ticket, GroupId group,
                              std::int64_t num_tokens, Step step);
-    // Sends the blocks that the group needs behind exactly the computed positions of the lease.
+    // Begins to send the blocks that the group needs behind exactly the computed positions of the
+    // lease.
     TransferId send_group(Lease& lease, const TicketId& ticket, GroupId group,
                           std::int64_t num_tokens);
     void check_ready(const Lease& lease, const char* verb) const;
-    // Returns the blocks of a granted lease from `first_block` on, to that of the last position.
+    // Returns the blocks of a granted lease from `first_block` on to that of the last position.
     BlockRange blocks_of(const Lease& lease, const char* verb, std::int64_t first_block,
                          std::int64_t num_tokens) const;
     void check_group(const Lease& lease, const char* verb, GroupId group) const;
     void check_no_side(const Lease& lease, const char* verb) const;
     void check_received(const Lease& lease, std::int64_t num_tokens) const;
-    // The first block that a receive in flight writes.
+    // Returns the first block that a receive in flight writes.
     std::optional<std::uint32_t> first_receiving(const Lease& lease) const;
     TransferId begin(Lease& lease, PeerTransfer transfer);
     PeerTransfer of_blocks(const Lease& lease, const TicketId& ticket, BlockRange range,
@@ -198,7 +202,7 @@ class PeerTransfers {
                            std::vector<std::uint32_t> blocks, std::uint32_t num_tokens,
                            bool receives);
     bool is_waiting_for_windows(const Lease& lease) const;
-    // All positions that an early send reads are computed now.
+    // Returns true if all positions that an early send reads are computed now.
     bool is_computed(const Lease& lease, const PeerTransfer& transfer) const;
     Step after_use(const Lease& lease, Step step) const;
     void note_received(Lease& lease, const PeerTransfer& transfer, std::uint32_t blocks) const;
@@ -222,7 +226,7 @@ class PeerTransfers {
     std::unordered_map<TransferId, PeerTransfer> in_flight_;
     std::vector<PeerEnd> ends_;
     std::vector<TransferId> abandoned_;
-    std::array<std::vector<Counts>, 2> counts_;  // sends, then receives, by group
+    std::array<std::vector<Counts>, 2> counts_;  // of sends, then of receives, by group
 };
 
 }  // namespace aiokv

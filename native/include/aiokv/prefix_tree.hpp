@@ -1,14 +1,14 @@
 // The shape of the prefix index: blocks, their token ids, and how a child is found.
 //
-// Each block has a slot, whose number names it: a NodeId. Consecutive slots with one life form a
-// run; see Run. Within a run, the only child of a block is in the next slot, so a path is found by
-// comparing token ids of consecutive slots, and what concerns a path costs time per run. A commit
-// takes consecutive slots as far as there are. Where a state is needed for a part of a run, it is
-// split; runs that meet again in an eviction queue are joined.
+// Each block has a slot, and its NodeId is the number of that slot. Consecutive slots with the same
+// state form a run; see Run. Within a run, the only child of a block is in the next slot, so a path
+// is found by comparing token ids of consecutive slots, and an operation on a path costs time per
+// run, not per block. A commit takes consecutive slots where it can. A run is split when only a
+// part of it changes; two runs that become neighbours in an eviction queue are joined.
 //
-// A child is found by its token ids and confirmed by comparing them, so no hash collision can
-// return another block. Most blocks have one child, which is compared directly; only the children
-// of a fork are hashed.
+// A child is found by a hash of its token ids and confirmed by comparing them, so no hash collision
+// can return another block. Most blocks have one child, which is compared directly; only the
+// children of a fork are hashed.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +25,8 @@
 
 namespace aiokv {
 
-// The children of one fork: open addressing on a 32-bit tag of their token ids. A large set is
-// divided by the highest byte of the tags, so that no insertion moves more than a part of it.
+// The children of one fork, in open addressing with 32-bit tags of their token ids. A large set is
+// divided by the highest byte of the tags, so that an insertion rehashes one part of it at most.
 class ChildSet {
   public:
     struct Slot {
@@ -46,7 +46,7 @@ class ChildSet {
             if (slot.tag == tag && equal(slot.node)) return slot.node;
         }
     }
-    // Returns by how many bytes the set has grown.
+    // Inserts a child. Returns the number of bytes by which the set has grown.
     std::size_t insert(std::uint32_t tag, NodeId node) { return insert(tag, node, kMaxSlots); }
     void erase(std::uint32_t tag, NodeId node);
     void clear();
@@ -59,7 +59,7 @@ class ChildSet {
         }
     }
 
-    // Visits children until `max_slots` slots were looked at. Returns the number of these slots.
+    // Visits children until `max_slots` slots were examined. Returns the number of examined slots.
     template <class Visit>
     std::size_t for_some(std::size_t max_slots, Visit visit) const {
         std::size_t seen = 0;
@@ -87,17 +87,18 @@ class ChildSet {
     std::size_t grow(std::size_t max_slots);
 
     std::vector<Slot> slots_ = std::vector<Slot>(4);
-    std::unique_ptr<ChildSet[]> parts_;  // once divided; slots_ is empty then
+    std::unique_ptr<ChildSet[]> parts_;  // null until the set is divided; then slots_ is empty
     std::uint32_t size_ = 0;
 };
 
 class Report;
 
-// Is told of runs that are split while an eviction queue has them.
+// An object to notify when a queued run is split.
 class SplitListener {
   public:
     virtual ~SplitListener() = default;
-    // `made` holds blocks of `split` now: those above it in the tree, or those below it.
+    // Call after the split: run `made` now has the blocks of `split` above, or below, the point of
+    // division.
     virtual void on_split(RunId split, RunId made, bool made_is_above) = 0;
 };
 
@@ -115,14 +116,15 @@ class PrefixTree {
     RunId run_of(NodeId node) const { return run_of_[node]; }
     Slab<Run>& runs() { return runs_; }
     const Slab<Run>& runs() const { return runs_; }
-    // Of the run of a block.
+    // Returns the run of a block.
     const Run& run(NodeId node) const { return runs_[run_of_[node]]; }
     Run& run(NodeId node) { return runs_[run_of_[node]]; }
     std::uint32_t refs(NodeId node) const { return run(node).refs; }
     NodeId last_of(RunId run) const { return run == kNoRun ? kNone : runs_[run].last(); }
     void listen(SplitListener& listener) { listener_ = &listener; }
 
-    // The run that begins with the block, or ends with it, or has no other, from now on.
+    // Split the run of a block, so that a run begins with the block, ends with it, or has only this
+    // block. Return that run.
     RunId split_before(NodeId node) {
         const RunId run = run_of_[node];
         return runs_[run].first == node ? run : split(run, node);
@@ -136,18 +138,19 @@ class PrefixTree {
         split_before(node);
         return split_after(node);
     }
-    // Blocks of `above` and then those of `below` could be one run.
+    // Returns true if the blocks of `above` and `below` could form one run.
     bool continues(RunId above, RunId below) const {
         const Run& a = runs_[above];
         const Run& b = runs_[below];
         return a.last() + 1 == b.first && a.child == b.first && a.refs == b.refs &&
                a.reuse_class == b.reuse_class;
     }
-    // Requires continues(), and that `keep`, one of the two, is the only one in a queue.
+    // Joins two runs into `keep`, which is one of them. Requires continues(), and that the other
+    // one is in no queue.
     void join(RunId above, RunId below, RunId keep);
 
-    // Calls visit(run, part of the path) with whole runs: the last one is split behind the path,
-    // the first one before it. `visit` may split the run further.
+    // Calls visit(run, part of the path) for each run of the path, after splitting the first run
+    // before the path and the last one behind it. `visit` may split the run further.
     template <class Visit>
     void for_each_run(std::span<const NodeId> path, Visit visit) {
         if (path.empty()) return;
@@ -160,7 +163,7 @@ class PrefixTree {
             path = path.subspan(length);
         }
     }
-    // The deepest run first.
+    // Does the same as for_each_run(), the deepest run first.
     template <class Visit>
     void for_each_run_upwards(std::span<const NodeId> path, Visit visit) {
         if (path.empty()) return;
@@ -173,7 +176,7 @@ class PrefixTree {
             path = path.first(path.size() - length);
         }
     }
-    // The blocks of a path, none of which is queued, belong to this class.
+    // Sets the class of the blocks of a path. None of them may be queued.
     void classify(std::span<const NodeId> path, ReuseClass reuse_class) {
         if (path.empty() || has_class(path, reuse_class)) return;
         for_each_run(path, [&](RunId id, auto) { runs_[id].reuse_class = reuse_class; });
@@ -182,22 +185,22 @@ class PrefixTree {
     // -- shape
     NodeId add_root();
     NodeId find_child(NodeId parent, const std::int32_t* tokens, ItemKey items = kNoItems) const;
-    // Appends to `path` the blocks below `above` that hold these tokens and items, as far as they
-    // are known; at most `limit`. Returns their number.
+    // Appends to `path` the leading blocks below `above` that hold these tokens and items and are
+    // in the tree; at most `limit`. Returns their number.
     std::size_t find_path(NodeId above, const std::int32_t* tokens, std::span<const ItemKey> items,
                           std::size_t limit, std::vector<NodeId>& path) const;
-    // The child with these tokens and items, made when there is none.
+    // A child with the requested tokens and items. `is_new`: it was added by this call.
     struct Found {
         NodeId node;
         bool is_new;
     };
     Found find_or_add_child(NodeId parent, const std::int32_t* tokens, ItemKey items = kNoItems);
-    // Adds `count` blocks, each the child of the one before it, below `parent`, which has no child
-    // with these tokens and items. Appends them to `path`.
+    // Adds `count` blocks below `parent`, each the child of the one before it, and appends them to
+    // `path`. `parent` must not have a child with the first tokens and items.
     void add_chain(NodeId parent, const std::int32_t* tokens, std::span<const ItemKey> items,
                    std::size_t count, std::vector<NodeId>& path);
-    // Appends the `count` blocks below `above` with these tokens and items to `path`; adds those
-    // that are not known.
+    // Appends the `count` blocks below `above` with these tokens and items to `path`. Adds the
+    // missing ones to the tree.
     void find_or_add_path(NodeId above, const std::int32_t* tokens, std::span<const ItemKey> items,
                           std::size_t count, std::vector<NodeId>& path);
     ItemKey items(NodeId node) const {
@@ -210,16 +213,16 @@ class PrefixTree {
         const Run& run = this->run(node);
         return run.first == node ? run.parent : node - 1;
     }
-    // Take the node from its parent. Its own children stay below it.
+    // Removes the node from the children of its parent. Its own children stay below it.
     void unlink(NodeId node);
-    // A node that is or becomes detached, as its children are: forget those.
+    // Forgets the children of a node. The node is or becomes detached, and so do the children.
     void forget_children(NodeId node);
     void free(NodeId node);
-    // Frees the last `count` blocks of a run below which there are none.
+    // Frees the last `count` blocks of a run that has no children.
     void trim(RunId id, std::uint32_t count);
 
-    // Call with each change of kDeviceResident of the first block of a run; others have no
-    // siblings.
+    // Call when kDeviceResident of a block changes. Only the first block of a run can have
+    // siblings, so others are not counted.
     void count_device_child(NodeId node, int change) {
         const Run& run = this->run(node);
         if (run.first != node || run.parent == kNone) return;
@@ -238,7 +241,7 @@ class PrefixTree {
         return is_fork(child) ? forks_[child & ~kFork].size() : child != kNone;
     }
     bool has_child(NodeId node) const { return child_of(node) != kNone; }
-    // kNone where there is none, or several.
+    // Returns the only child, or kNone if there is none or several.
     NodeId only_child(NodeId node) const {
         const std::uint32_t child = child_of(node);
         return is_fork(child) ? kNone : child;
@@ -252,8 +255,8 @@ class PrefixTree {
         forks_[child & ~kFork].for_each(visit);
     }
 
-    // Does the same as for_each_child() for some children: visits at most `max_slots` places of
-    // children. Returns the number of visited places.
+    // Does the same as for_each_child(), but examines at most `max_slots` slots. Returns the number
+    // of examined slots.
     template <class Visit>
     std::size_t for_some_children(NodeId node, std::size_t max_slots, Visit visit) const {
         const std::uint32_t child = child_of(node);
@@ -264,7 +267,7 @@ class PrefixTree {
     }
 
     std::uint32_t live_nodes() const { return live_; }
-    // Behind the highest id ever used: a scan walks over the ids before it.
+    // Returns the first id that was never used: a scan of all nodes ends before it.
     NodeId end_id() const { return static_cast<NodeId>(nodes_.size()); }
     bool is_live(NodeId node) const { return run_of_[node] != kNoRun; }
     std::size_t node_bytes() const {
@@ -296,7 +299,7 @@ class PrefixTree {
     bool equal(NodeId node, const std::int32_t* tokens, ItemKey items) const {
         return equal_tokens(node, tokens) && this->items(node) == items;
     }
-    // A constant size lets the compiler inline the usual case.
+    // With a constant size, the compiler can inline memcmp.
     bool equal_tokens(NodeId node, const std::int32_t* tokens) const {
         if (stride_ == 16) return std::memcmp(this->tokens(node), tokens, 64) == 0;
         return std::memcmp(this->tokens(node), tokens, stride_ * sizeof(std::int32_t)) == 0;
@@ -305,7 +308,7 @@ class PrefixTree {
                              std::span<const ItemKey> items, std::size_t count) const;
 
     std::size_t stride_;
-    Slab<Node> nodes_;  // by slot, as the two below
+    Slab<Node> nodes_;  // the next two are also indexed by slot
     Slab<std::int32_t> tokens_;
     Slab<RunId> run_of_;  // kNoRun: the slot is free
     BlockPool free_slots_{0};

@@ -25,7 +25,7 @@ class Report;
 
 class Promises {
   public:
-    // `leases` by lease_index; it outlives this.
+    // `leases`: records by lease index, which must outlive this object.
     Promises(const std::deque<Lease>& leases, std::uint32_t block_tokens)
         : leases_(leases), stride_(block_tokens) {}
 
@@ -33,49 +33,50 @@ class Promises {
     Promises& operator=(const Promises&) = delete;
 
     bool empty() const { return runs_in_use_ == 0; }
-    // Runs and links, for tests: at most two runs per lease.
+    // Number of runs, for tests: at most two per lease.
     std::size_t runs() const { return runs_in_use_; }
 
-    // The lease will compute its blocks from path.size() to the last named, full one, behind
-    // lease.frontier. Nothing of these may change before remove().
+    // Adds a promise: the lease will compute its blocks from path.size() to the last named, full
+    // one, behind lease.frontier. None of these may change before remove().
     void add(const Lease& lease);
-    // Nothing happens when it has promised no block.
+    // Removes the promise of a lease. Does nothing if the lease has promised no block.
     void remove(const Lease& lease);
     void clear();
-    // remove(), and the lease has no frontier any more.
+    // Calls remove(), and clears the frontier of the lease.
     void withdraw(Lease& lease) {
         if (lease.frontier == kNone) return;
         remove(lease);
         lease.frontier = kNone;
     }
 
-    // The longest run of blocks [first, limit) of a prompt that one lease will compute behind
-    // `frontier`, and a lease that will.
+    // Returns the longest run of blocks [first, limit) of a prompt that one lease will compute
+    // behind `frontier`, and a lease that will compute it.
     Pending find(NodeId frontier, const Lease& prompt, std::size_t first, std::size_t limit) const;
 
     void check(Report& report) const;
 
   private:
     using RunId = std::uint32_t;
-    // The place before a run: a node of the index, or (kRunBit | id) another run.
+    // What a run follows: a node of the index, or another run as (kRunBit | id).
     using Place = std::uint64_t;
     static constexpr Place kRunBit = Place{1} << 32;
 
     struct Run {
         Place above = 0;
-        std::uint32_t begin = 0;  // blocks of the prompt
+        std::uint32_t begin = 0;  // index of its first block in the prompt
         std::uint32_t end = 0;
         std::uint32_t text = kNone;   // lease_index of a lease that promises the run
         std::uint32_t first = kNone;  // lease_index of the oldest lease whose promise ends here
-        std::uint32_t below = 0;      // runs that follow
+        std::uint32_t below = 0;      // number of runs that follow
     };
-    // A lease whose promise ends in `run`; the links of a run are a ring, oldest first.
+    // A lease whose promise ends in `run`. The leases of a run form a ring that begins with the
+    // oldest.
     struct Link {
         RunId run = kNone;
         std::uint32_t prev = kNone;
         std::uint32_t next = kNone;
     };
-    // A block of a prompt, behind a place.
+    // Block `index` of the prompt of a lease, behind a place.
     struct Block {
         Place above;
         const Lease* lease;
@@ -102,7 +103,7 @@ class Promises {
     }
     int compare(const Block& a, const Block& b) const;
     bool is_equal(const Lease& a, const Lease& b, std::size_t block) const;
-    // The first block from `block` on that differs, or `end`.
+    // Returns the first block from `block` on that differs, or `end`.
     std::uint32_t common_end(const Lease& a, const Lease& b, std::uint32_t block,
                              std::uint32_t end) const;
     RunId child(const Block& block) const;
@@ -121,8 +122,8 @@ class Promises {
     std::vector<RunId> free_runs_;
     std::size_t runs_in_use_ = 0;
     std::set<RunId, Order> places_{Order{this}};
-    // Nodes of `places_` for the next runs: malloc collects small pieces that were freed later, and
-    // then those of thousands of runs in one call.
+    // Nodes of `places_` to reuse. If they were freed, malloc would postpone collecting these small
+    // pieces, and then collect those of thousands of runs in one call.
     std::deque<std::set<RunId, Order>::node_type> spare_;
     std::deque<Link> links_;  // by lease_index
 };

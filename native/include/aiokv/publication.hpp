@@ -1,4 +1,5 @@
-// Commit: computed blocks become matchable; and promises of what will be.
+// Commit makes computed blocks matchable. Announcements let other leases wait for blocks that will
+// be computed.
 #pragma once
 
 #include <cstdint>
@@ -34,20 +35,19 @@ class Publication {
 
     // Offsets of the items count from the first position of the prompt.
     void append(Lease& lease, Tokens tokens, std::span<const Item> items);
-    // Throws LeaseError, which names `call`: so many positions cannot be committed.
+    // Throws LeaseError, which names `call`, if this number of positions cannot be committed.
     void check_commit(const Lease& lease, const char* call, std::int64_t num_tokens) const;
-    // Returns how many blocks became matchable. Throws LeaseError, changing nothing.
+    // Returns the number of blocks that became matchable. Throws LeaseError, changing nothing.
     std::uint32_t commit(Lease& lease, std::int64_t num_tokens, Step step);
-    // The same for positions that were received from a peer: they belong to no step. Throws
-    // LeaseError, changing nothing: a block of these positions was not received.
+    // Commits positions that were received from a peer and so belong to no step. Throws LeaseError,
+    // changing nothing, if a block of these positions was not received.
     std::uint32_t commit_received(Lease& lease, std::int64_t num_tokens);
-    // Indexes the computed, named, full blocks that are not indexed yet. Nothing is published
-    // before all that the lease was granted from other tiers has arrived: its own blocks depend on
-    // it.
+    // Indexes the computed, named, full blocks that are not indexed yet. Publishes nothing before
+    // all onloads of the lease have arrived, because its own blocks depend on their bytes.
     std::uint32_t publish(Lease& lease);
-    // The last onload of the lease has ended: what commit() has deferred is done.
+    // Call after the last onload of the lease: publishes what commit() has deferred.
     void settle(Lease& lease);
-    // Other leases may wait for what this lease will publish next.
+    // Lets other leases wait for the blocks that this lease will publish next.
     void announce(Lease& lease);
 
     std::uint64_t computed_prompt_tokens() const { return computed_prompt_tokens_; }
@@ -70,7 +70,7 @@ class Publication {
     Uses& uses_;
     ExternalBlocks& external_;
     std::uint64_t published_ = 0;
-    std::uint64_t computed_tokens_ = 0;  // again after a preemption
+    std::uint64_t computed_tokens_ = 0;  // includes positions computed again after a preemption
     std::uint64_t computed_prompt_tokens_ = 0;
 };
 

@@ -37,34 +37,35 @@ class RecurrentState {
         return !group_ || !lease.flags.computes || lease.recurrent.slot != kNoBlock ||
                group_->pool.room() > 0;
     }
-    // The lease still has the state that it stopped with.
+    // Returns true if a swapped lease still has its state.
     bool is_kept(const Lease& lease) const { return !group_ || lease.recurrent.valid; }
-    // Call with a grant: the path is final, and has_room() was true.
+    // Call with a grant, after the path is final and has_room() was true.
     void take(Lease& lease);
     bool can_fork(const Lease& parent) const {
         return !group_ || (parent.flags.computes && group_->pool.room() > 0);
     }
-    // A copy of the parent's slot, to be made in `step`. can_fork() was true.
+    // Returns the copy of the parent's slot to make in `step`. Requires can_fork().
     void fork(const Lease& parent, Lease& child, Step step);
     void use_in(const Lease& lease, Step step);
-    // The lease gives its slot back while the move writes it: the move owns the slot from now on
-    // (I3).
+    // Call when the lease gives its slot back while the move writes it. The move owns the slot from
+    // now on (I3).
     void orphan_move(Lease& lease, TransferId move, Step step);
-    // After the end of a move.
+    // Call after the end of a move.
     void finish_move(const Move& move, Outcome outcome);
     void release(Lease& lease, Step step);
 
     // -- snapshots
-    // The state after exactly the committed positions, for their last block. The caller makes the
-    // copy in `step`, before anything that changes the state again.
+    // Takes a slot for a snapshot of the state behind exactly the committed positions. The caller
+    // makes the returned copy in `step`, before the state changes again.
     StateCopy snapshot(Lease& lease, std::int64_t num_tokens, Step step);
-    // The copy was not made: no lease may hit there.
+    // Call when the copy was not made, so that no lease hits the snapshot.
     void discard_snapshot(Lease& lease, BlockId slot);
-    // Attaches the snapshots of blocks that are indexed by now.
+    // Attaches snapshots whose blocks were indexed since they were saved.
     void attach_snapshots(Lease& lease);
     void forget_snapshots(Lease& lease, Step step);
 
-    // A save of one snapshot to host memory; 0: there is nothing to copy. See HostCopies.
+    // Begins a save of one snapshot to host memory. Returns 0 if there is nothing to copy. See
+    // HostCopies.
     TransferId take_save() { return group_ && group_->host ? group_->host->take_save(1) : 0; }
 
     void check(Report& report) const;

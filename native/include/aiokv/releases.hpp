@@ -51,14 +51,14 @@ class Releases {
           swaps_(swaps),
           external_(external) {}
 
-    // release() and retract() throw LeaseError, changing nothing, when the lease is released
-    // already. Returns false: batches or transfers of peers in flight keep the blocks, and the
-    // lease ends with the last of them. `used_in`: a step that is known to use the blocks, also
-    // when a batch has named the lease.
+    // Releases the lease. Returns false if batches or transfers of peers in flight keep the blocks;
+    // the lease then ends with the last of them. `used_in`: a step that certainly uses the blocks,
+    // even if a batch has named the lease. Like retract(), throws LeaseError, changing nothing, if
+    // the lease is already released.
     bool release(Lease& lease, Step step, Step used_in);
-    // The lease ends: it was released, and no batch or transfer of a peer uses it.
+    // Ends a released lease that no batch and no transfer of a peer uses any more.
     void end(Lease& lease, Step step);
-    // Back to what match left. Returns the keeper, or 0.
+    // Returns the lease to the state after its match. Returns the keeper of its blocks, or 0.
     LeaseId retract(Lease& lease, Step step);
     // Returns the keeper, or 0. Throws LeaseError, changing nothing.
     LeaseId truncate(Lease& lease, std::int64_t num_tokens, Step step);

@@ -15,7 +15,7 @@
 
 namespace aiokv {
 
-// An axis that is copied whole; strides in bytes.
+// An axis that is copied completely. Strides are in bytes.
 struct RepackAxis {
     std::uint64_t length = 0;
     std::uint64_t source_stride = 0;
@@ -36,11 +36,11 @@ struct RepackOffsets {
     std::uint64_t target = 0;
 };
 
-// Pieces of equal geometry.
+// Pieces with equal strides and sizes.
 struct RepackGroup {
     std::uint64_t item_bytes = 0;  // contiguous on both sides
-    std::vector<RepackAxis> axes;  // besides the rows
-    std::uint64_t row_tokens = 0;  // tokens per row; 0: no rows, every part copies all bytes
+    std::vector<RepackAxis> axes;  // the axes besides the rows
+    std::uint64_t row_tokens = 0;  // tokens per row; 0: no rows, each part copies all bytes
     RepackRows source_rows;
     RepackRows target_rows;
     std::vector<RepackOffsets> pieces;
@@ -52,7 +52,7 @@ struct RepackGap {
     std::uint64_t bytes = 0;
 };
 
-// One copy: `tokens` tokens from a token of the block at `source` to a token of the one at
+// One copy of `tokens` tokens between a position of the block at `source` and one of the block at
 // `target`.
 struct RepackPart {
     std::int64_t source = 0;
@@ -69,8 +69,8 @@ class Repack {
     Repack(std::vector<RepackGroup> groups, std::vector<RepackGap> gaps, std::uint64_t source_bytes,
            std::uint64_t target_bytes);
 
-    // Copies all parts, in order. Throws UsageError before the first access when the tokens of a
-    // part are not whole rows within both blocks. The caller vouches for the addresses.
+    // Copies all parts, in order. Throws UsageError, before the first access, if the tokens of a
+    // part are not whole rows within both blocks. The caller is responsible for the addresses.
     void run(std::span<const RepackPart> parts) const;
 
   private:

@@ -30,23 +30,24 @@ namespace aiokv {
 
 class Residency {
   public:
-    // Blocks that only the device has, while the host could take them: eviction stops before them,
-    // or drops them.
+    // Treatment of blocks that only the device has while the host could take them: eviction stops
+    // before them (kKept), or drops them (kDropped).
     enum class Unsaved : std::uint8_t { kKept, kDropped };
 
     Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
               AuxiliaryGroups& auxiliary, DevicePool& device, RunPool& host, BlockEvents& events);
 
     // -- refs and holds, a path at a time
-    // Returns the number of blocks that are on the device, or on the way there.
+    // Takes refs on a path. Returns the number of its blocks that are on the device or being
+    // loaded.
     std::uint32_t ref(std::span<const NodeId> path);
-    // Deepest first, so that a child is evicted before its parent.
+    // Drops the refs on a path, deepest block first, so that a child is evicted before its parent.
     void unref(std::span<const NodeId> path);
     void hold(std::span<const NodeId> path);
     void unhold(std::span<const NodeId> path);
-    // Used now: blocks that wait for eviction move to the end of their queue.
+    // Marks a path as used now: blocks that wait for eviction move to the end of their queue.
     void touch(std::span<const NodeId> path) { evictable_.touch(path); }
-    // The prompt of a lease that is granted for the first time, and the blocks that it hits.
+    // Call at the first grant of a lease. Reports its prompt and its hit to the eviction policy.
     void on_grant(Lease& lease) { evictable_.on_grant(lease, index_.seed_of(lease)); }
 
     // -- the blocks of a lease
@@ -54,13 +55,13 @@ class Residency {
     // taken(node) for each of them that had no device copy and has taken the lease's.
     template <class Taken>
     void publish(const Lease& lease, std::size_t first, Taken taken);
-    // The lease uses the block of this node, which it has computed.
+    // Call when the lease uses the block of this node, which it has computed.
     void note_use(const Lease& lease, std::uint32_t block, NodeId node) {
         evictable_.classify(lease, block, {&node, 1});
         tree_[node].count_use();
     }
-    // The lease's blocks of nodes that were dropped become its own again. Returns false, changing
-    // nothing, while another lease or a transfer still uses such a node.
+    // Gives the lease its blocks of dropped nodes back. Returns false, changing nothing, while
+    // another lease or a transfer still uses such a node.
     bool reclaim_detached(Lease& lease);
     // Frees the table, which `step` may still use, and drops the refs on the path.
     void free_table(Lease& lease, Step step);
@@ -68,12 +69,12 @@ class Residency {
 
     // -- device room; see residency.cpp
     std::uint32_t evictable() const { return evictable_.evictable_device(); }
-    // Free or evictable blocks: an upper bound of the room that can be made now.
+    // Number of free or evictable blocks: an upper limit of the room that can be made now.
     std::uint32_t device_room() const { return device_.free_blocks() + evictable(); }
     bool make_room(std::uint32_t blocks, Unsaved unsaved = Unsaved::kKept);
-    // The last make_room() stopped at a block that has to be saved first.
+    // Returns true if the last make_room() stopped at a block that has to be saved first.
     bool stopped_at_unsaved() const { return stopped_at_unsaved_; }
-    // Stops before blocks that have to be saved first; see Saver.
+    // Evicts up to `blocks` blocks; stops at a block that has to be saved first. See Saver.
     std::uint32_t evict_device(std::uint32_t blocks);
     std::uint32_t evict_host(std::uint32_t blocks);
     class Forecast;  // forecasts make_room(); see residency_forecast.hpp
@@ -86,10 +87,10 @@ class Residency {
     void fit_early_copies(std::vector<NodeId>& nodes);
     struct Ahead {
         std::vector<NodeId> unsaved;    // will be evicted next and can be saved now, oldest first
-        bool passed_open_step = false;  // blocks of the open step are among those looked at
+        bool passed_open_step = false;  // true if blocks of the open step were passed
     };
-    // Looks on from where the last call stopped, until `target` blocks are free, clean or among the
-    // unsaved. With kKept, it stops before blocks that cannot be saved until the step is closed.
+    // Continues where the last call stopped, until `target` blocks are free, clean or in `unsaved`.
+    // With kKept, it stops before blocks that cannot be saved until the step is closed.
     Ahead look_ahead(std::uint32_t target, Unsaved unsaved);
     std::uint32_t clean_ahead() const { return evictable_.ahead().count(); }
     void restart_look_ahead() { evictable_.ahead().restart(); }
@@ -106,10 +107,10 @@ class Residency {
     // The newest unfinished step that uses one of these device blocks, or 0.
     Step after_step(std::span<const BlockId> device_blocks) const;
     void begin_onload(const Transfer& transfer);
-    // The first `good` blocks have arrived; the others are dropped.
+    // Ends an onload. The first `good` blocks have arrived; drops the others.
     void finish_onload(const Transfer& transfer, std::uint32_t good);
     void cancel_onload(const Transfer& transfer);
-    // The host copy of a held node is wrong: the node, and all below it, are dropped. Idempotent.
+    // Drops a held node whose host copy is wrong, and all nodes below it. Idempotent.
     void lose_host_copy(NodeId node) {
         if (tree_[node].has(kDetached)) return;
         drop(node);
@@ -122,26 +123,26 @@ class Residency {
     // The host ids of a fetch, as far as there is room: it comes from blocks on the host alone
     // first, then from host copies of clean blocks. The fetch owns them.
     std::vector<BlockId> take_fetch_room(std::size_t blocks);
-    // Gives a node the host copy that was fetched for it. Returns false and changes nothing if the
-    // node has a host copy, or is getting one.
+    // Gives a node the host copy that was fetched for it. Returns false, changing nothing, if the
+    // node has a host copy or a transfer is writing one.
     bool give_host_copy(PrefixTree::Found found, BlockId host);
-    // New nodes, in path order, are evictable from now on.
+    // Makes new nodes, in path order, evictable.
     void enqueue_fetched(std::span<const NodeId> nodes);
     void begin_save(std::span<const NodeId> nodes);
     void finish_save(std::span<const NodeId> nodes);
-    // The next `blocks` of the host queue, the next victim first.
+    // Returns the next `blocks` victims of the host queue, in order.
     std::vector<NodeId> next_on_host(std::size_t blocks);
 
     // -- whole tiers; see residency_tiers.cpp
-    // Requires that no lease and no transfer needs a device block.
+    // Evicts all device blocks. Requires that no lease and no transfer needs one.
     void forget_device() { evict(beyond_device(0), EvictionCause::kSleep); }
-    // Requires that no lease and no transfer needs a host block.
+    // Evicts all host blocks. Requires that no lease and no transfer needs one.
     void forget_host();
-    // Everything becomes unmatchable.
+    // Makes all blocks unmatchable.
     void detach_all();
-    // Blocks beyond the new size, and those below them in the tree, leave the device: they stay on
-    // the host, or are dropped where they have no copy there. Throws UsageError, changing nothing,
-    // when one of them is leased, being copied, or used by an unfinished step.
+    // Evicts blocks beyond the new size, and those below them in the tree, from the device; blocks
+    // without a host copy are dropped. Throws UsageError, changing nothing, if one of them is
+    // leased, being copied, or used by an unfinished step.
     void resize_device(std::uint32_t blocks);
 
     std::uint64_t evicted_unsaved() const { return evicted_unsaved_; }
@@ -150,8 +151,8 @@ class Residency {
     void check(Report& report) const;
 
   private:
-    // kDeviceValid and kHostValid of indexed blocks: set and cleared by these alone, because
-    // subscribers are told.
+    // The only functions that change kDeviceValid and kHostValid of indexed blocks, because
+    // subscribers are told of each change.
     void gain(NodeId node, NodeFlag copy) {
         tree_[node].set(copy);
         events_.changed(node);
@@ -169,8 +170,8 @@ class Residency {
     // eviction
     bool can_save(NodeId node) const;
     bool must_save(NodeId node) const;
-    // The block can be evicted when its save has ended. With write-back, eviction waits for that
-    // instead of passing over the block.
+    // Returns true if eviction must wait for the save of the block, as with write-back. Other
+    // policies pass over such a block.
     bool waits_for_save(NodeId node) const {
         return tree_[node].has(kHostLoading) && config_.write_policy == SavePolicy::kWriteBack;
     }
@@ -190,12 +191,12 @@ class Residency {
     void drop_subtree(NodeId top);
     void detach(NodeId node);
     void free_if_unowned(NodeId node);
-    // Adds the uncounted blocks to the counts of a cause. Each public method that evicts or drops
-    // blocks calls it at its end.
+    // Adds the uncounted blocks to the counts of one cause. Each public method that evicts or drops
+    // blocks calls it last.
     void count_as(EvictionCause cause);
-    // Blocks with a device id that is not below `blocks`, and all on the device below those in the
-    // tree: children before parents, otherwise in order of eviction, what is not queued after that,
-    // by id.
+    // Returns the blocks with a device id of `blocks` or higher, and all device blocks below those
+    // in the tree. Children come before parents; queued blocks come first, in eviction order, then
+    // the others by id.
     std::vector<NodeId> beyond_device(std::int64_t blocks);
     void evict(std::span<const NodeId> nodes, EvictionCause cause);
 
@@ -222,10 +223,10 @@ class Residency {
 
     struct {
         std::uint64_t evicted_device = 0, evicted_host = 0, dropped = 0;
-    } uncounted_;  // by the current public call; see count_as()
+    } uncounted_;  // blocks of the current public call; see count_as()
     EvictionCounts evicted_device_;
     EvictionCounts evicted_host_;
-    std::uint64_t evicted_unsaved_ = 0;  // host blocks that a save was to copy
+    std::uint64_t evicted_unsaved_ = 0;  // host blocks evicted before their save to a store
     EvictionCounts dropped_;
     std::uint64_t onloaded_ = 0;
     std::uint64_t offloaded_ = 0;

@@ -1,8 +1,9 @@
-// At what rate do prefixes come back? Learned from counts of who waited and who returned.
+// How often do prefixes return? Rates are learned from counts of stretches that waited and of those
+// that returned.
 //
-// Proportional hazards: the rate of a stretch is that of its age, common to all, times one factor
-// for each of its features. Three features have 16 factors to learn where a table of their 120
-// combinations would take ten times as long. Factors are multiplied and rounded to a level; the
+// Proportional hazards: the rate of a stretch is the rate of its age, common to all stretches,
+// times one factor per feature. Three features have 16 factors to learn; a table of their 120
+// combinations would take ten times as long. Factors are multiplied and rounded to a level. The
 // score of (level, age) is the best rate of hits per block and time that keeping such a block
 // longer can bring: Gittins' index.
 #pragma once
@@ -18,9 +19,9 @@ using ReuseClass = std::uint8_t;
 
 // Features of a stretch at its last use. Each combination is a class.
 struct ReuseFeatures {
-    static constexpr std::uint32_t kUses = 8;  // 1, 2, 3, 4, 5-8, 9-16, 17-40 times asked for, more
-    static constexpr std::uint32_t kAdded = 3;  // the prompt had 0-2, 3-32 new stretches, more
-    static constexpr std::uint32_t kGaps = 5;   // none yet; since the use before: see gap_of()
+    static constexpr std::uint32_t kUses = 8;   // requests: 1, 2, 3, 4, 5-8, 9-16, 17-40, more
+    static constexpr std::uint32_t kAdded = 3;  // new stretches in the prompt: 0-2, 3-32, more
+    static constexpr std::uint32_t kGaps = 5;   // no earlier use, or time since it; see gap_of()
     static constexpr std::uint32_t kClasses = kUses * kAdded * kGaps;
 
     std::uint32_t uses = 0;
@@ -34,7 +35,7 @@ struct ReuseFeatures {
 
 class ReturnRates {
   public:
-    // Ages count units up to `window`.
+    // `window`: largest age, in units.
     explicit ReturnRates(double window);
 
     void count_return(const ReuseFeatures& features, std::uint64_t age) {
@@ -43,10 +44,10 @@ class ReturnRates {
     void count_waiting(const ReuseFeatures& features, std::uint64_t age, double units) {
         waiting_[features.reuse_class()][bucket_of(age)] += units;
     }
-    // New factors and scores. Of what was counted before, a share of `keep` counts on.
+    // Computes new factors and scores. Then reduces the counts to a share of `keep`.
     void learn(double keep);
 
-    // Higher: keep longer.
+    // Returns the score: blocks with a higher score are kept longer.
     double score(ReuseClass reuse_class, std::uint64_t age) const {
         return scores_[levels_[reuse_class]][bucket_of(age)];
     }
@@ -54,7 +55,7 @@ class ReturnRates {
         return scores_[levels_[reuse_class]][bucket];
     }
 
-    static constexpr std::uint32_t kBuckets = 21;  // two an octave of age
+    static constexpr std::uint32_t kBuckets = 21;  // two per octave of age
     static std::uint32_t bucket_of(std::uint64_t age) {
         if (age < 2) return 0;
         const auto octave = static_cast<std::uint32_t>(std::bit_width(age)) - 1;
@@ -63,7 +64,7 @@ class ReturnRates {
     }
 
   private:
-    static constexpr std::uint32_t kLevels = 32;  // three an octave of factors
+    static constexpr std::uint32_t kLevels = 32;  // three per octave of factors
     using Ages = std::array<double, kBuckets>;
     using Classes = std::array<double, ReuseFeatures::kClasses>;
 
@@ -76,9 +77,9 @@ class ReturnRates {
     void rank();
 
     double window_;
-    std::array<Ages, ReuseFeatures::kClasses> returns_{};  // returns of prompts, by age
-    std::array<Ages, ReuseFeatures::kClasses> waiting_{};  // units in which prompts waited, by age
-    Ages base_{};                                          // returns of one stretch in one unit
+    std::array<Ages, ReuseFeatures::kClasses> returns_{};  // returned stretches, by age
+    std::array<Ages, ReuseFeatures::kClasses> waiting_{};  // units that stretches waited, by age
+    Ages base_{};                                          // returns per stretch and unit
     std::array<std::array<double, 8>, 3> factors_ = {
         {{1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}}};
     std::array<double, kLevels> relative_of_level_{};

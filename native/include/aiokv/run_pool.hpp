@@ -1,7 +1,8 @@
 // The free ids of the host tier, given out in long runs of consecutive ids.
 //
-// A bitmap, and above its words a binary tree that knows the longest run of free ids below each
-// node. An id is freed, and a run found, in O(log capacity); the tree takes 24 bytes per 64 ids.
+// A bitmap, and above its words a binary tree. Each node of the tree has the length of the longest
+// run of free ids below it. Freeing an id or finding a run takes O(log capacity); the tree takes 24
+// bytes per 64 ids.
 #pragma once
 
 #include <cstddef>
@@ -25,17 +26,17 @@ class RunPool {
     }
     std::size_t bytes() const;
 
-    // Ids in as few runs of consecutive ids as a greedy choice finds: the lowest run that holds all
-    // of them, else the longest run (the lowest of equals), then the same for the rest. Requires
-    // out.size() <= free_blocks().
+    // Takes ids in as few runs of consecutive ids as a greedy choice finds: the lowest run that has
+    // enough ids, else the longest run (the lowest of equals) and then the same for the rest.
+    // Requires out.size() <= free_blocks().
     void take(std::span<BlockId> out);
 
     // Throws InternalError, changing nothing, when the id is free already or not of this pool.
     void give_back(BlockId id);
 
   private:
-    // Lengths of runs of free ids below a node of the tree: at the begin, at the end, and the
-    // longest.
+    // Lengths of runs of free ids below a node of the tree: the run at its start, the run at its
+    // end, and the longest.
     struct Runs {
         std::uint32_t first = 0;
         std::uint32_t last = 0;
@@ -53,7 +54,7 @@ class RunPool {
 
     std::uint32_t capacity_;
     std::uint32_t free_;
-    std::size_t leaves_;                // a power of two, of which the first stand for words_
+    std::size_t leaves_;                // a power of two; the first leaves stand for words_
     std::vector<std::uint64_t> words_;  // bit = 1: free
     std::vector<Runs> tree_;            // the root is 1; the children of i are 2i and 2i + 1
 };

@@ -35,24 +35,24 @@ namespace aiokv {
 
 // A save, or a fetch.
 struct StoreTransfer {
-    std::vector<BlockId> host_blocks;  // ids of the group in host memory
+    std::vector<BlockId> host_blocks;  // host ids of the group
     std::vector<Digest> digests;
 };
 
 // Result of one block of a save, as the worker reports it.
 enum class SaveResult : std::uint8_t { kDone, kMissing, kWrong, kRefused, kFailed };
 
-// Numbers of copies since the cache was made.
+// Numbers of copies since the cache was created.
 struct SaveCounts {
     std::uint64_t saved = 0;
-    std::uint64_t dropped = 0;   // the queue was full
+    std::uint64_t dropped = 0;   // because the queue was full
     std::uint64_t rejected = 0;  // by the admission
     std::uint64_t refused = 0;
     std::uint64_t failed = 0;
 };
 
 struct SaveLimits {
-    std::size_t copies = 1;  // most copies of a save
+    std::size_t copies = 1;  // most copies per save
     std::size_t saves = 1;   // most saves in flight
     std::uint64_t remembered_offers = 0;
 };
@@ -77,7 +77,7 @@ class SaveQueue {
     const Copies& copies() const { return copies_; }
     bool saves_ahead() const { return config_.policy == SavePolicy::kWriteBack; }
 
-    // The copy has arrived in host memory, or was used.
+    // Queues a copy that has arrived in host memory or was used.
     void queue(Key key) {
         if (!copies_.exists(key) || copies_.has(key, kStored | kSaving | kSaveQueued)) return;
         if (!config_.saves_after(tree_[copies_.node_of(key)].uses)) return;
@@ -88,12 +88,12 @@ class SaveQueue {
         copies_.set(key, kSaveQueued);
         queue_.push_back(key);
     }
-    // A lease uses the copy: if it was refused, it is tried again.
+    // Call when a lease uses the copy. A refused copy is then tried again.
     void note_use(Key key) {
         copies_.clear(key, kSaveRefused);
         queue(key);
     }
-    // A queued copy was evicted.
+    // Call when a queued copy was evicted.
     void note_dropped() { ++counts_.dropped; }
     void forget_queue() { queue_.clear(); }
 
@@ -102,7 +102,7 @@ class SaveQueue {
         if (saves_.size() >= limits_.saves) return false;
         return saves_ahead() ? copies_.wants_look_ahead() : !queue_.empty();
     }
-    // Begins a save of copies that are due. 0: none, or enough in flight.
+    // Begins a save of copies that are due. Returns 0 if there are none, or enough saves in flight.
     TransferId take() {
         if (!wants_saves()) return 0;
         Save save;
@@ -119,8 +119,8 @@ class SaveQueue {
     }
     bool has(TransferId id) const { return saves_.contains(id); }
     const StoreTransfer& get(TransferId id) const { return saves_.at(id); }
-    // `results`: one per copy, or empty: all have the result that `outcome` says. Throws
-    // UsageError, changing nothing, on another number of results.
+    // Ends a save. `results`: one per copy; if empty, all copies have the result of `outcome`.
+    // Throws UsageError, changing nothing, for another number of results.
     void complete(TransferId id, Outcome outcome, std::span<const std::uint8_t> results) {
         const std::size_t copies = saves_.at(id).keys.size();
         if (!results.empty() && results.size() != copies) {
@@ -143,7 +143,7 @@ class SaveQueue {
 
     const SaveCounts& counts() const { return counts_; }
 
-    // Number of saves in flight.
+    // Visits the saves in flight. Returns their number.
     template <class Visit>
     void for_each_read(Visit visit) const {
         for (const auto& [id, save] : saves_)
@@ -213,8 +213,8 @@ class SaveQueue {
     TransferLedger& transfers_;
     Copies copies_;
     SaveLimits limits_;
-    std::optional<ReuseSketch> offered_;  // none: each copy is admitted
-    std::deque<Key> queue_;               // keys with kSaveQueued; stale entries lack the flag
+    std::optional<ReuseSketch> offered_;          // none: each copy is admitted
+    std::deque<Key> queue_;                       // keys; those without kSaveQueued are stale
     std::unordered_map<TransferId, Save> saves_;  // in flight
     SaveCounts counts_;
 };

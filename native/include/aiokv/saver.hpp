@@ -13,7 +13,7 @@
 
 namespace aiokv {
 
-// Blocks of a lease behind those of its path, which are copied with these.
+// Blocks of a lease that are behind its path and copied together with it.
 struct Tail {
     LeaseId owner = 0;
     std::span<const BlockId> device = {};
@@ -31,35 +31,36 @@ class Saver {
           residency_(residency),
           transfers_(transfers) {}
 
-    // Another lease uses these blocks; the lease that computed a block is its first use.
+    // Call when another lease uses these blocks. The lease that computed a block counts as its
+    // first use.
     void count_uses(std::span<const NodeId> nodes) {
         for (const NodeId node : nodes) count_use(node);
     }
     void count_use(NodeId node) {
         Node& n = tree_[node];
         n.count_use();
-        n.clear(kBackupFailed);  // a used block gets another chance
+        n.clear(kBackupFailed);  // a used block is tried again
         if (config_.copies_after(n.uses)) queue(node);
     }
 
-    // One transfer of all that was queued since the last call; 0: there is nothing to copy. Blocks
-    // for which the host has no room are skipped: they are tried again when they come near
-    // eviction.
+    // Begins one transfer of all blocks queued since the last call. Returns 0 if there is nothing
+    // to copy. Skips blocks for which the host has no room: they are tried again shortly before
+    // their eviction.
     TransferId take_backups();
-    // One transfer of the blocks that will be evicted next, oldest first, until `wanted_blocks` (or
-    // the low watermark) are free, clean or being saved; 0: there is nothing to copy. They can be
-    // matched on the device meanwhile. When no request waits, the walk continues where the last one
-    // ended.
+    // Begins one transfer of the blocks that will be evicted next, oldest first, until
+    // `wanted_blocks` (or the low watermark, if greater) are free, clean or being saved. Returns 0
+    // if there is nothing to copy. The blocks can be matched on the device meanwhile. If no request
+    // waits, the walk continues where the last one ended.
     TransferId take_write_backs(std::uint32_t wanted_blocks);
     bool wants_backups() const { return !queue_.empty() || wants_write_backs(); }
     bool wants_write_backs() const;
-    // The last attempt to make room stopped at a block that take_write_backs() has not looked at,
-    // and no save is in flight whose end might help.
+    // Returns true if the last attempt to make room stopped at a block that take_write_backs() has
+    // not looked at, while no save in flight could help.
     bool must_look_further() const {
         return residency_.stopped_at_unsaved() && !transfers_.is_saving();
     }
-    // Saves the nodes, for which the host has free blocks, and the tail of a lease that is swapped,
-    // whose host ids the caller has taken. Returns 0 when there is nothing to copy.
+    // Saves the nodes and the tail of a swapped lease. The host must have room for the nodes, and
+    // the caller must have taken the host ids of the tail. Returns 0 if there is nothing to copy.
     TransferId start_offload(std::vector<NodeId> nodes, const Tail& tail = {});
     void forget_queue() { queue_.clear(); }
 
@@ -75,7 +76,7 @@ class Saver {
     RunPool& host_;
     Residency& residency_;
     TransferLedger& transfers_;
-    std::vector<NodeId> queue_;  // nodes with kBackupQueued; stale entries lack the flag
+    std::vector<NodeId> queue_;  // nodes; those without kBackupQueued are stale
     std::uint64_t skipped_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// Set dueling: does eviction by recency or by score hit more in one tier?
+// Set dueling: which order of eviction has more hits in one tier, recency or score?
 //
 // Two shadow caches see each prompt: one evicts by recency, the other by score. For a large tier
 // they see a sample of the stretches, chosen by fingerprint, and have the same share of its room.
@@ -20,9 +20,9 @@ namespace aiokv {
 class LeadTest {
   public:
     static constexpr double kToScore = 3;    // standard deviations
-    static constexpr double kToRecency = 2;  // fewer: recency is the order to compare with
+    static constexpr double kToRecency = 2;  // lower, because recency is the default order
 
-    // Count by how much the scores have hit more in one prompt.
+    // Adds the hits of one prompt by score minus those by recency.
     void add(double gain, double floor);
     bool prefers_score() const { return prefers_score_; }
 
@@ -36,7 +36,7 @@ class SetDueling {
   public:
     SetDueling(const ReuseModel& model, std::uint32_t capacity_blocks);
 
-    // Account for the prompt that the model has observed last, with its classes.
+    // Accounts for the prompt that the model has observed last, with its classes.
     void observe(std::span<const ReuseClass> classes);
     bool prefers_score() const { return test_.prefers_score(); }
     void resize(std::uint32_t capacity_blocks);
@@ -47,7 +47,7 @@ class SetDueling {
     std::uint32_t sampled_room() const { return room_ >> sample_shift_; }
 
     const ReuseModel& model_;
-    std::uint32_t room_;          // stretches
+    std::uint32_t room_;          // capacity in stretches
     std::uint32_t sample_shift_;  // one stretch of 1 << sample_shift_ is in the sample
     ShadowCache by_recency_;
     ShadowCache by_score_;

@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4), with the SHA instructions of the processor where it has them.
+// SHA-256 (FIPS 180-4). Uses the SHA instructions of the processor where it has them.
 #pragma once
 
 #include <array>
@@ -13,25 +13,25 @@ using Digest = std::array<std::uint8_t, 32>;
 // Adds whole blocks of 64 bytes to the state.
 using Sha256Blocks = void (*)(std::uint32_t* state, const std::uint8_t* bytes, std::size_t blocks);
 
-// The same for two messages at a time, which is faster than one after the other.
+// The same for two messages at a time, which takes less time than one after the other.
 using Sha256TwoMessages = void (*)(std::uint32_t* const* states, const std::uint8_t* const* bytes,
                                    std::size_t blocks);
 
 void sha256_blocks_portable(std::uint32_t* state, const std::uint8_t* bytes, std::size_t blocks);
 
-// With SHA instructions; null if the processor, or the target of the build, lacks them.
+// The implementations with SHA instructions; null if the processor or the build target lacks them.
 Sha256Blocks sha256_blocks_native();
 
 Sha256TwoMessages sha256_two_messages_native();
 
-// The fastest implementation on this processor; found once, by cpuid.
+// Returns the fastest implementation on this processor. It is chosen once, by cpuid.
 Sha256Blocks sha256_blocks_fastest();
 
 constexpr std::array<std::uint32_t, 8> kSha256InitialState = {
     0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19,
 };
 
-// The digest of a message whose blocks, with the padding, have been added to the state.
+// Returns the digest of a message whose blocks, including the padding, were added to the state.
 Digest sha256_digest(const std::array<std::uint32_t, 8>& state);
 
 class Sha256 {
@@ -39,7 +39,7 @@ class Sha256 {
     explicit Sha256(Sha256Blocks add_blocks = sha256_blocks_fastest());
 
     void add(std::span<const std::uint8_t> bytes);
-    // The digest of all bytes so far; nothing may be added afterwards.
+    // Returns the digest of all bytes so far. Nothing may be added afterwards.
     Digest finish();
 
   private:

@@ -1,7 +1,8 @@
-// A cache without blocks: which stretches of 512 tokens would a tier hold under one policy?
+// A cache without blocks: it tells which stretches of 512 tokens a tier would hold under one
+// policy.
 //
-// The stretches are found by their fingerprints. It evicts with the queue of the real cache, so it
-// hits and misses as a tier would that had followed the policy from the start.
+// The stretches are found by their fingerprints. It evicts with the queue of the real cache, so its
+// hits are those of a tier that had always followed the policy.
 #pragma once
 
 #include <bit>
@@ -25,13 +26,14 @@ class ShadowCache {
     };
     using Stretches = std::vector<Stretch>;
 
-    // `room` in stretches. Without a model it evicts by recency, else as choose() says.
+    // `room`: capacity in stretches. Evicts by recency without a model, else in the order that
+    // choose() sets.
     ShadowCache(std::uint32_t room, const ReuseModel* model);
     ShadowCache(const ShadowCache&) = delete;
 
     void choose(bool by_score) { queue_.choose(by_score); }
 
-    // Use a prompt that fits the cache. Returns how many of its leading stretches were there.
+    // Uses a prompt that fits in the cache. Returns how many of its leading stretches were cached.
     std::uint32_t use(std::span<const std::uint64_t> keys, std::span<const ReuseClass> classes);
     void resize(std::uint32_t room) { room_ = room; }
     std::size_t bytes() const {

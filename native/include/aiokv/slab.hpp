@@ -16,8 +16,8 @@
 
 namespace aiokv {
 
-// The first use of a huge page zeroes 2 MiB, and may wait for the kernel to find one: several ms.
-// That is for arrays that are populated in time, or filled from the start.
+// The first use of a huge page zeroes 2 MiB and may wait several ms for the kernel to find one. So
+// kHuge is for arrays that are populated before their use or filled from the start.
 enum class Pages : std::uint8_t { kHuge, kSmall };
 
 template <class T>
@@ -25,8 +25,8 @@ class Slab {
     static_assert(std::is_trivially_copyable_v<T>);
 
   public:
-    // The first `populated` elements get their memory now rather than at their first use; of a
-    // large array, most of them from a thread that goes ahead of the use.
+    // Allocates the memory of the first `populated` elements now rather than at their first use. In
+    // a large array, a thread allocates most of it ahead of the use.
     explicit Slab(std::size_t expected, std::size_t populated = 0, Pages pages = Pages::kHuge)
         : capacity_(std::max<std::size_t>(expected, 1)), pages_(pages) {
         void* data = mmap(nullptr, capacity_ * sizeof(T), PROT_READ | PROT_WRITE,
@@ -55,7 +55,7 @@ class Slab {
     std::size_t size() const { return size_; }
     std::size_t bytes() const { return size_ * sizeof(T); }
 
-    // The new elements are zero bytes. Elements may move.
+    // Grows the array by zero bytes. Elements may move.
     void grow(std::size_t count) {
         if (size_ + count > capacity_) reserve(std::max(size_ + count, capacity_ * 2));
         size_ += count;
@@ -63,7 +63,7 @@ class Slab {
 
   private:
     static constexpr std::size_t kPopulatedAtOnce = std::size_t{1} << 24;
-    // The kernel holds off other changes of the process's memory during a call.
+    // The kernel delays other changes of the process's address space during a call.
     static constexpr std::size_t kPopulatedPerCall = std::size_t{1} << 21;
 
     static void populate([[maybe_unused]] void* data, [[maybe_unused]] std::size_t at,
@@ -102,7 +102,7 @@ class Slab {
     std::size_t capacity_;
     std::size_t size_ = 0;
     Pages pages_;
-    std::jthread populating_;  // last: it ends before the memory is given back
+    std::jthread populating_;  // last member: the thread ends before the memory is freed
 };
 
 }  // namespace aiokv

@@ -34,15 +34,16 @@ namespace aiokv {
 struct WindowGroup : BlockGroup {
     WindowGroup(const CoreConfig& config, GroupId number, Index& index, TransferLedger& transfers);
 
-    // Ids that neither leases nor moves have set aside.
+    // Number of ids that are not reserved for leases or moves.
     std::uint32_t spare() const { return pool.capacity() - reserved - in_flight; }
-    // Entry `index` is a block of the sink, which stays as long as the lease has blocks.
+    // Returns true if the entry is a block of the sink, which stays as long as the lease has
+    // blocks.
     bool is_sink(std::size_t index) const { return index < pool.head_blocks(); }
 
     std::uint32_t window_tokens;
-    std::uint32_t reach_blocks;   // the most that a lease has at a time, the sink included
+    std::uint32_t reach_blocks;   // most ids of a lease at a time, including the sink
     std::uint32_t reserved = 0;   // for all leases together
-    std::uint32_t in_flight = 0;  // ids that saves read, or that only a move owns
+    std::uint32_t in_flight = 0;  // ids that saves read, or that belong to a move without a lease
 };
 
 class SlidingWindows {
@@ -56,59 +57,64 @@ class SlidingWindows {
     std::deque<WindowGroup>& groups() { return groups_; }
 
     // -- hits
-    // The blocks that a hit of the first `blocks` takes from host memory can be written on the
-    // device now, without waiting for an open step.
+    // Returns true if the host copies of a hit of the first `blocks` can be copied to the device
+    // now, without waiting for an open step.
     bool can_onload(std::span<const NodeId> path, std::size_t blocks) const;
 
     // -- the tables of a lease
-    // Throws UsageError when there is no such group.
+    // Throws UsageError if there is no such group.
     const std::vector<BlockId>& table_of(const Lease& lease, std::size_t group) const;
-    // `given_up`, by group: ids set aside for other leases that are assumed to be free; or empty.
+    // `given_up`: per group, number of reserved ids that are assumed to be free, because other
+    // leases would give them up; or empty.
     bool has_room(const Lease& lease, std::uint32_t total_blocks,
                   std::span<const std::uint64_t> given_up = {}) const;
     void give_up(const Lease& lease, std::vector<std::uint64_t>& given_up) const;
     // -- from and to peers; see window_peers.cpp
-    // The blocks of the sink and of the window that a lease needs to compute behind so many
-    // positions, and has not computed, or in part.
+    // Returns the blocks of the sink and of the window that a lease needs to compute behind
+    // `num_tokens` positions, without those that it has computed completely.
     std::vector<std::uint32_t> missing_blocks(const Lease& lease, std::size_t group,
                                               std::uint32_t num_tokens) const;
-    // The blocks of the table that a lease needs to compute further.
+    // Returns the blocks of the table that a lease needs to compute further.
     std::vector<std::uint32_t> needed_blocks(const Lease& lease, std::size_t group) const;
-    // Gives the tables of the lease the ids that they have when so many positions are computed.
+    // Gives the tables of the lease the ids that they have once `num_tokens` positions are
+    // computed.
     void move_to(Lease& lease, std::uint32_t num_tokens, Step step);
-    // All leases can grow together, of what is set aside for windows.
+    // Returns true if the reserved ids allow all leases to grow together.
     bool can_grow(std::span<const Growth> growths) const;
-    // The lease still has the windows that it stopped with.
+    // Returns true if a swapped lease still has its windows.
     bool is_kept(const Lease& lease) const { return lease.windows.size() == groups_.size(); }
-    // Call with a grant: the path is final, and has_room() was true. A lease that comes
-    // back from a swap has its ids still.
+    // Call with a grant, after the path is final and has_room() was true. A resumed lease still has
+    // its ids.
     void take(Lease& lease);
-    // The table of the lease has changed its length.
+    // Call when the table of the lease has changed its length.
     void fit(Lease& lease, Step step);
-    // Blocks of the path from `first` on were indexed just now.
+    // Call when blocks of the path from `first` on were indexed.
     void publish(Lease& lease, std::size_t first);
-    // The next position is computed_tokens: frees the blocks behind its window, but not the sink.
+    // Call when computed_tokens has changed. Frees the blocks behind the window of the next
+    // position, but not the sink.
     void advance(Lease& lease, Step step);
     void use_in(const Lease& lease, Step step);
-    // `step` computes the blocks of the positions from computed_tokens to `end`, and transfers of
-    // them wait for it.
+    // Call when `step` computes the positions from computed_tokens to `end`. Transfers of their
+    // blocks then wait for the step.
     void use_computed(const Lease& lease, std::uint32_t end, Step step);
     void release(Lease& lease, Step step);
-    // Positions that a step may compute now: those that have ids in every group.
+    // Returns the number of positions that a step may compute now, because they have ids in every
+    // group.
     std::uint32_t max_extend_tokens(const Lease& lease) const;
 
     // -- moves between the tiers
-    // Begins to copy blocks of one group to host memory, as far as there are spare ids: those that
-    // are being read cannot be given to a lease. 0: there is nothing to copy.
+    // Begins to copy blocks of one group to host memory. Returns 0 if there is nothing to copy.
+    // Copies only as many as there are spare ids, because an id that is being read cannot be given
+    // to a lease.
     TransferId take_save();
     void orphan_move(Lease& lease, TransferId id, Step step);
-    // After the end of a move, of which the first `good` blocks are proven.
+    // Call after the end of a move. The first `good` blocks are proven.
     void finish_move(const Move& move, std::uint32_t good, bool failed);
 
     void check(Report& report) const;
 
   private:
-    // Ids of a group to set aside for a lease of so many blocks.
+    // Returns the number of ids of a group to reserve for a lease of `total_blocks` blocks.
     static std::uint32_t reserve_of(const WindowGroup& group, std::uint32_t total_blocks);
     void fit_group(WindowGroup& group, WindowTable& window, const Lease& lease, Step step);
     bool is_onloading(const Lease& lease, std::size_t group) const;

@@ -30,7 +30,8 @@ enum class SlotState : std::uint8_t {
     kQuarantined,  // its bytes were wrong
 };
 
-// The links belong to the list of the state: recency, free slots, unsettled, quarantined.
+// `prev` and `next` belong to the list of the slot's state: recency, free, unsettled or
+// quarantined.
 struct Slot {
     StoreKey key;
     std::uint32_t previous;
@@ -55,7 +56,7 @@ class SlotList {
     std::size_t size_ = 0;
 };
 
-// Unix times of saves that count, both inclusive.
+// Range of Unix times of saves; both ends are included.
 struct SaveTimes {
     std::uint32_t oldest = 0;
     std::uint32_t newest = std::numeric_limits<std::uint32_t>::max();
@@ -68,46 +69,49 @@ class SlotTable {
     // Throws ConfigError unless 1 <= capacity < 2^31.
     explicit SlotTable(std::size_t capacity);
 
-    // Keys that were not saved within `times` are missing in these two.
+    // Keys that were saved outside `times` count as missing here and in pin().
     void contains(std::span<const StoreKey> keys, SaveTimes times, std::span<bool> found);
-    // Slots of keys, or -1. Each slot found becomes the most recently used, and is not reused
-    // before unpin().
+    // Sets the slots of keys, or -1. Each slot found becomes the most recently used, and is not
+    // reused before unpin().
     void pin(std::span<const StoreKey> keys, SaveTimes times, std::span<std::int32_t> slots);
     void unpin(std::span<const std::int32_t> slots);
 
-    // Up to `count` slots in rising order, of those that are free and below the limit of grow().
+    // Returns up to `count` free slots below the limit of grow(), in rising order.
     std::vector<std::int32_t> reserve(std::size_t count);
-    // Give back slots of reserve() about which no record was written.
+    // Gives back slots of reserve() about which no record was written.
     void release(std::span<const std::int32_t> slots);
-    // The data of reserved slots and the records about them are written: they can be found. A key
-    // that was stored meanwhile moves to the new slot.
+    // Call when the data of reserved slots and their records are written. From now on the keys can
+    // be found. A key that was stored meanwhile moves to the new slot.
     void commit(std::span<const StoreKey> keys, std::span<const std::int32_t> slots,
                 std::uint32_t seconds);
-    // Give back reserved slots about which a record may have been written.
+    // Gives back reserved slots about which a record may have been written.
     void discard(std::span<const StoreKey> keys, std::span<const std::int32_t> slots);
-    // `count` more slots exist on the medium.
+    // Adds `count` slots that now exist on the medium.
     void grow(std::size_t count);
 
-    // Keys that were there; the rest is ignored.
+    // Removes keys. Returns how many of them were stored.
     std::size_t remove(std::span<const StoreKey> keys);
     std::size_t quarantine(std::span<const StoreKey> keys);
-    // Remove the least recently used keys that are not pinned; returns their number.
+    // Removes the `count` least recently used keys that are not pinned, or fewer. Returns their
+    // number.
     std::size_t evict(std::size_t count);
 
-    // Records of removals since the last call, to be written before they can be durable.
+    // Returns the records of removals since the last call. A removal is durable once its record is.
     std::vector<JournalRecord> take_records();
-    // Number of slots that became unsettled so far; when the records taken until now are durable,
-    // settle(this number) makes these slots free, at most `count` per call; true when none is left.
+    // Number of slots that have become unsettled so far. When the records taken until now are
+    // durable, settle(this number) frees those slots, at most `count` per call. Returns true when
+    // none is left.
     std::uint64_t unsettled_total() const { return unsettled_total_; }
     bool settle(std::uint64_t total, std::size_t count);
 
-    // Start to list all slots with a key, least recently used first, behind those in quarantine;
-    // snapshot() returns the next ones, and nothing at the end. Changes in between are allowed:
-    // a slot is then listed as it is when the listing reaches it, or twice.
+    // Starts to list all slots with a key, least recently used first, and then those in quarantine.
+    // snapshot() returns the next ones, and nothing at the end. If a slot changes meanwhile, it is
+    // listed with its new state, or twice.
     void begin_snapshot();
     std::vector<JournalRecord> snapshot(std::size_t count);
 
-    // Replay of the journal, before all other calls. finish_replay() makes slots without key free.
+    // Applies a record of the journal. Call before all other methods. finish_replay() then makes
+    // slots without a key free.
     bool replay(const JournalRecord& record);
     void finish_replay();
 
@@ -119,7 +123,7 @@ class SlotTable {
     std::size_t available() const { return free_.size() + limit_ - high_water_; }
     std::size_t bytes() const { return slots_.bytes() + index_.bytes(); }
 
-    // Description of the first violated invariant; empty if all hold. For tests.
+    // Returns a description of the first violated invariant; empty if all hold. For tests.
     std::string check() const;
 
   private:
@@ -128,7 +132,7 @@ class SlotTable {
     void find_all(std::span<const StoreKey> keys, SaveTimes times, Visit visit);
     void touch(std::uint32_t slot);
     void unlink_stored(std::uint32_t slot);
-    // A stored slot loses its key.
+    // Takes the key from a stored slot.
     void drop(std::uint32_t slot, RecordKind kind);
     void make_unsettled(std::uint32_t slot);
     void require(std::int32_t slot, SlotState state, const char* operation) const;

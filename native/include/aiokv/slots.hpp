@@ -1,4 +1,4 @@
-// Copies of recurrent-state slots, within device memory that is plain memory.
+// Copies of recurrent-state slots within device memory that the CPU can access.
 #pragma once
 
 #include <memory>
@@ -16,9 +16,9 @@ struct SlotPiece {
     std::size_t bytes = 0;
 };
 
-// Queues on `stream`: slot targets[i] becomes a copy of sources[i], or zeros where that is kZeros.
-// One event for all; order and failure of `after` as in copy_blocks(). Throws UsageError as
-// check_ids() in ids.hpp does.
+// Queues copies on `stream`: slot targets[i] becomes a copy of slot sources[i], or zeros where that
+// is kZeros. One event is done when all copies are. `after` works as in copy_blocks(). Throws
+// UsageError as check_ids() of ids.hpp does.
 std::shared_ptr<CopyJob> move_slots(Stream& stream, std::vector<SlotPiece> pieces,
                                     std::int64_t num_slots, std::span<const std::int32_t> sources,
                                     std::span<const std::int32_t> targets,

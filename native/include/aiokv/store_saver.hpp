@@ -1,6 +1,7 @@
 // Saves of host blocks of attention to the stores.
 //
-// A save reads host copies, which are held and owned until it has ended (I3).
+// A save reads host copies. Until its end, the blocks are held, and so their host ids are kept
+// (I3).
 #pragma once
 
 #include <cstddef>
@@ -46,7 +47,7 @@ class HostNodes {
     }
 
   private:
-    // Host blocks to look at, behind the free ones.
+    // Number of host blocks to check before their eviction, besides the free ones.
     std::uint32_t ahead_blocks() const {
         const std::uint32_t ahead = config_.stores.ahead_blocks;
         return ahead - std::min(ahead, host_.free_blocks());
@@ -69,14 +70,15 @@ class StoreSaver {
           saves_(config, tree, stored, transfers, {config, tree, host, stored, residency},
                  {256, 4, 2 * (std::uint64_t{config.device_blocks} + config.host_blocks)}) {}
 
-    // These blocks have got a host copy from the device.
+    // Call when these blocks have got a host copy from the device.
     void note_host_copies(std::span<const NodeId> nodes);
-    // A lease is granted that hits this path; Saver has counted the use of its first `resident`
-    // blocks.
+    // Call when a lease that hits this path is granted. Saver has counted the use of its first
+    // `resident` blocks.
     void note_uses(const Lease& lease, std::size_t resident);
 
     bool wants_saves() const { return stored_.exist() && saves_.wants_saves(); }
-    // Begins a save of the blocks that are due. 0: none, or enough in flight.
+    // Begins a save of the blocks that are due. Returns 0 if there are none, or enough saves in
+    // flight.
     TransferId take() { return wants_saves() ? saves_.take() : 0; }
     bool has(TransferId id) const { return saves_.has(id); }
     const StoreTransfer& get(TransferId id) const { return saves_.get(id); }
@@ -84,7 +86,7 @@ class StoreSaver {
     void complete(TransferId id, Outcome outcome, std::span<const std::uint8_t> results) {
         saves_.complete(id, outcome, results);
     }
-    // A reset: nothing that waits is indexed any more.
+    // Call at a reset: drops the queue, because no queued block is indexed any more.
     void forget_queue() { saves_.forget_queue(); }
 
     void add_to(CoreStatistics& statistics) const;

@@ -1,8 +1,8 @@
 // Digests of indexed blocks, and which of them the stores have.
 //
-// A side table by node, only for caches with stores. A digest is computed when it is first needed,
-// from that of the parent. An entry belongs to its node while the node has the flag kHasStoreEntry:
-// a node that is made has none, so nothing is undone when a node is freed.
+// A side table by node, only for caches with stores. A digest is computed from that of the parent
+// when it is first needed. An entry is valid while its node has the flag kHasStoreEntry. A new node
+// does not have the flag, so nothing has to be undone when a node is freed.
 #pragma once
 
 #include <cstddef>
@@ -28,18 +28,18 @@ class StoredBlocks {
   public:
     StoredBlocks(const CoreConfig& config, Index& index);
 
-    // False: no block has a digest or a flag. Blocks of models with recurrent state or windows
-    // cannot be hit without those, so stores have either all, or nothing: what does not reach host
-    // memory cannot be stored.
+    // False if no block has a digest or a flag: without stores, or if recurrent state or windows
+    // are not copied to host memory. Such blocks cannot be hit without their state or windows, and
+    // what is not in host memory cannot be stored.
     bool exist() const { return exist_; }
 
     const Digest& digest(NodeId node);
-    // Sets a digest that was computed before the node was made.
+    // Sets a digest that was computed before the node was added.
     void set_digest(NodeId node, const Digest& digest) {
         set(node, kDigestKnown);
         digests_[node] = digest;
     }
-    // The digest of the block behind `parent`.
+    // Returns the digest of a block behind `parent`.
     Digest digest_below(const Digest& parent, Tokens tokens, ItemKey items) const;
 
     bool has(NodeId node, std::uint8_t flags) const {
@@ -54,11 +54,11 @@ class StoredBlocks {
         flags_[node] = static_cast<std::uint8_t>(flags_[node] & ~flags);
     }
 
-    // The policy wants the block saved as soon as it is on the host, and no store has it.
+    // Returns true if the policy wants the block saved once it is on the host, and no store has it.
     bool is_due(NodeId node) const {
         return !has(node, kStored | kSaving) && config_.stores.saves_after(tree_[node].uses);
     }
-    // The host block should be saved, and is not.
+    // Returns true if the host block is due for a save that has not begun.
     bool awaits_save(NodeId node) const {
         if (!exist_) return false;
         return config_.stores.policy == SavePolicy::kWriteBack ? !has(node, kStored | kSaveRefused)

@@ -19,7 +19,7 @@ namespace aiokv {
 // thread-safe; none of them runs work on the caller's thread.
 class Stream {
   public:
-    // Work must finish its events whatever happens; `stop` asks it to do so early, with an error.
+    // Work must finish its events in any case; `stop` asks it to do so early, with an error.
     using Work = std::function<void(const std::atomic<bool>& stop)>;
 
     explicit Stream(std::string name);
@@ -32,20 +32,20 @@ class Stream {
     // Appends work. Throws UsageError when the stream is closed.
     void push(Work work);
 
-    // Opens a generation of `event` that is done when all work pushed so far is.
+    // Opens a generation of `event`, which is done when all work pushed so far is.
     void record(std::shared_ptr<Event> event);
 
-    // Work that is pushed later starts after the event's present generation.
-    // Throws UsageError when the event was never recorded: it has no place in the order.
+    // Lets work that is pushed later start after the event's present generation. Throws UsageError
+    // if the event was never recorded, because it then has no place in the order.
     void wait_event(std::shared_ptr<Event> event);
 
     // Blocks until all work pushed so far is done.
     void synchronize();
 
-    // Works and records not finished yet.
+    // Number of works and records that have not finished.
     std::size_t depth() const;
 
-    // Refuses new work, does what is queued, joins the thread. Idempotent.
+    // Refuses new work, finishes the queued work and joins the thread. Idempotent.
     void close();
 
     // Like close(), but ends the running and the queued work early, with errors.

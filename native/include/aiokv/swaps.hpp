@@ -45,30 +45,33 @@ class Swaps {
           uses_(uses),
           publication_(publication) {}
 
-    // Begins to move the table; the lease is swapped already when nothing had to be copied. Returns
-    // false, changing nothing, when the host has no room or the cache was reset under the lease.
+    // Begins to move the table. If nothing has to be copied, the lease is swapped on return.
+    // Returns false, changing nothing, if the host has no room or the cache was reset since the
+    // grant.
     bool begin(Lease& lease, Step step);
-    // A backup of the lease's blocks that is under way, or 0. If it fails, a swap that counted on
-    // it would have lost a part of the table: it has to end first.
+    // Returns a backup of the lease's blocks that is in flight, or 0. A swap must wait for it: if
+    // the backup failed after the swap, a part of the table would be lost.
     TransferId saving(const Lease& lease) const;
-    // All or nothing: either the device side is given up, or the host side.
+    // Ends the move. Gives up the device copies if `copied`, else the host copies.
     void finish(Lease& lease, bool copied);
-    // Gives up all behind the first block that was lost; after a reset, everything.
+    // Gives up all blocks behind the first lost one; after a reset, all blocks.
     void trim(Lease& lease);
     // Gives up the host copies of a swapped lease.
     void drop(Lease& lease);
-    // Takes state slots and windows from swapped leases, as far as `lease` needs them to be granted
-    // `total_blocks`. Returns false when there is not enough room.
+    // Takes state slots and windows from swapped leases until `lease` can be granted
+    // `total_blocks`. Returns false if they do not suffice.
     bool make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks);
-    // make_auxiliary_room(), changing nothing. `frees_host`: host blocks would come free.
+    // Returns what make_auxiliary_room() would return; changes nothing. Sets `frees_host` if host
+    // blocks would become free.
     bool could_make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks, bool& frees_host,
                                    std::vector<NodeId>& unheld) const;
 
     // -- the tail, which a transfer copies with the path
-    // Blocks behind the path that a resumed lease gets back by a transfer under way.
+    // Returns the number of blocks behind the path that a transfer in flight brings back to a
+    // resumed lease.
     std::size_t tail_under_way(const Lease& lease) const;
-    // The lease gives its tail back while a transfer copies it: the transfer owns the ids from now
-    // on (I3).
+    // Call when the lease gives its tail back while a transfer copies it. The transfer owns the ids
+    // from now on (I3).
     void orphan_tail(Lease& lease, TransferId id, Step step);
 
     void check(Report& report) const;

@@ -1,4 +1,4 @@
-// A clock for statistics and listings: no decision depends on it (I9).
+// A clock for statistics and listings. No decision may depend on it (I9).
 #pragma once
 
 #include <time.h>
@@ -7,8 +7,8 @@
 
 namespace aiokv {
 
-// Time of the kernel's last tick: it advances every few milliseconds, and reading it costs a
-// quarter of the exact time.
+// Returns the time of the kernel's last tick. It advances every few milliseconds; reading it costs
+// a quarter of reading the exact time.
 inline std::uint64_t tick_nanoseconds() {
     timespec time{};
     clock_gettime(CLOCK_MONOTONIC_COARSE, &time);

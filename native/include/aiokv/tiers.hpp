@@ -37,12 +37,13 @@ class Tiers {
           store_saver_(store_saver) {}
 
     // Empties the device tier; blocks with a host copy stay on the host. Throws UsageError,
-    // changing nothing, while a lease or a transfer needs blocks.
+    // changing nothing, while a lease or a transfer needs a device block.
     void forget_device();
-    // Empties the host tier; blocks on the device stay there. Throws UsageError, changing
-    // nothing, while a lease, a swapped one too, or a transfer needs blocks.
+    // Empties the host tier; blocks on the device stay there. Throws UsageError, changing nothing,
+    // while a lease, even a swapped one, or a transfer needs a host block.
     void forget_host();
-    // Makes all blocks unmatchable. Leases keep theirs; blocks that they commit are not indexed.
+    // Makes all blocks unmatchable. Leases keep their blocks, but those that they commit are not
+    // indexed.
     void reset();
     // See Residency::resize_device(). Throws UsageError, changing nothing.
     void resize_device(std::int64_t blocks);
@@ -70,7 +71,7 @@ class Tiers {
     Swaps& swaps_;
     StoreSaver& store_saver_;
     ResizeTry refused_resize_;
-    std::size_t resize_from_ = 0;  // index of the lease that was in the way of the last one
+    std::size_t resize_from_ = 0;  // index of the lease that prevented the last attempt
 };
 
 }  // namespace aiokv

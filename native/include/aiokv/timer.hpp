@@ -5,7 +5,8 @@
 
 namespace aiokv {
 
-// Unlike a loop's own timers it is neither rounded up to a millisecond nor turned into a busy loop.
+// A loop's own timers are rounded up to a millisecond or, when shorter, keep the loop busy. This
+// one is exact.
 class TimerFd {
   public:
     TimerFd();  // throws std::system_error
@@ -14,7 +15,7 @@ class TimerFd {
     TimerFd& operator=(const TimerFd&) = delete;
 
     int fd() const { return fd_; }
-    // Expire once, in at least 1 ns from now; replaces an earlier arming.
+    // Expires once, after at least 1 ns. Replaces an earlier arming.
     void arm(std::int64_t delay_ns);
     void drain();  // after the descriptor became readable
     void close();  // idempotent

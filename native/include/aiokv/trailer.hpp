@@ -1,4 +1,4 @@
-// The trailer of an object in a store: it proves which block the bytes before it are.
+// The trailer of an object in a store. It proves to which block the bytes before it belong.
 //
 //   offset 0   u32       magic "aikv"
 //   offset 4   u32       version, 1
@@ -6,7 +6,7 @@
 //   offset 16  32 bytes  key of the block
 //   offset 48  16 bytes  checksum of the payload, and then of the 48 bytes above
 //
-// Numbers are little-endian. The trailer follows the payload without a gap.
+// Numbers are little-endian. The trailer directly follows the payload.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ constexpr std::size_t kTrailerBytes = 64;
 constexpr std::uint32_t kTrailerMagic = 0x766b6961;  // "aikv"
 constexpr std::uint32_t kTrailerVersion = 1;
 
-// Results of keys that these functions give; the values are those of aiokv.stores.Result.
+// Results per key that these functions return; the values are those of aiokv.stores.Result.
 enum class StoreResult : std::uint8_t { kDone = 0, kWrong = 2 };
 
 // Host blocks that hold objects; block i begins at address + i * pitch_bytes.
@@ -30,7 +30,7 @@ struct ObjectBlocks {
     std::uint64_t pitch_bytes;
     std::uint64_t payload_bytes;
 
-    // Throws UsageError if a block does not fit in its pitch, or the blocks not in the address
+    // Throws UsageError if a block is larger than the pitch, or if the blocks exceed the address
     // space.
     void check() const;
     std::span<std::uint8_t> object(std::int32_t block) const {
@@ -39,15 +39,15 @@ struct ObjectBlocks {
     }
 };
 
-// Writes the trailer at the end of an object; the payload is the rest.
+// Writes the trailer at the end of an object whose other bytes are the payload.
 void seal_object(std::span<std::uint8_t> object, const Digest& key);
 
-// True if the object ends with the trailer of this key, of its length, and of its payload.
+// Returns true if the trailer has this key, the length of the payload and its checksum.
 bool verify_object(std::span<const std::uint8_t> object, const Digest& key);
 
-// Seal or verify the objects in `ids`; keys are as many digests, one behind the other. Throw
-// UsageError before the first block is accessed: ids out of range or duplicate, another number of
-// keys.
+// Seal or verify the objects in the blocks `ids`. `keys`: one digest per block, without gaps. Throw
+// UsageError, before the first access, if ids are out of range or duplicate, or if the number of
+// keys differs.
 void seal_blocks(const ObjectBlocks& blocks, std::span<const std::int32_t> ids,
                  std::span<const std::uint8_t> keys);
 void verify_blocks(const ObjectBlocks& blocks, std::span<const std::int32_t> ids,

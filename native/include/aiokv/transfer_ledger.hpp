@@ -1,5 +1,5 @@
-// The ledger of what is in flight: copies between the tiers, and moves of auxiliary ids. It
-// numbers and counts the transfers of the stores and of peers, too.
+// The ledger of copies between the tiers and of moves of auxiliary ids in flight. It also numbers
+// and counts the transfers of stores and peers.
 #pragma once
 
 #include <cstdint>
@@ -20,23 +20,23 @@ class TransferLedger {
 
     // -- copies between the tiers
     TransferId begin(Transfer transfer);
-    // Throws UsageError: no such transfer is in flight.
+    // Throws UsageError if no such transfer is in flight.
     const Transfer& get(TransferId id) const;
-    // Removes a transfer that has ended. Throws InternalError: it ended twice, or never began.
+    // Removes and returns a transfer that has ended. Throws InternalError if it is not in flight.
     Transfer end(TransferId id);
     void join(TransferId id, LeaseId lease) { transfers_.at(id).leases.push_back(lease); }
-    // An onload that no lease waits for any more is abandoned.
+    // Removes a lease from a transfer. An onload without leases is abandoned.
     void leave(TransferId id, LeaseId lease);
-    // The transfer, or the move, is that of another lease now.
+    // Moves the transfer, or the move, from one lease to another.
     void replace_lease(TransferId id, LeaseId from, LeaseId to);
-    // The tail's blocks are the transfer's from now on (I3).
+    // Gives the blocks of the tail to the transfer (I3).
     void orphan_tail(TransferId id) { transfers_.at(id).orphaned = true; }
 
     void mark_cancelling(TransferId id);
     bool is_cancelling(TransferId id) const { return transfers_.at(id).cancelling; }
     bool is_saving() const;
     const std::unordered_map<TransferId, Transfer>& all() const { return transfers_; }
-    std::uint32_t onloading_blocks() const;    // indexed ones that are being written on the device
+    std::uint32_t onloading_blocks() const;    // indexed blocks being written on the device
     TransferId offload_of(NodeId node) const;  // 0: none
     // Requires kDeviceLoading.
     TransferId onload_of(NodeId node) const { return onloads_.at(node); }
@@ -46,7 +46,7 @@ class TransferLedger {
     bool is_move(TransferId id) const { return moves_.contains(id); }
     const Move& move(TransferId id) const;  // throws UsageError
     Move end_move(TransferId id);
-    // The targets are the move's from now on (I3). An orphan is abandoned.
+    // Gives the targets to the move (I3), which is abandoned.
     void orphan_move(TransferId id);
     bool has_moves() const { return !moves_.empty(); }
     const std::unordered_map<TransferId, Move>& moves() const { return moves_; }
@@ -63,11 +63,12 @@ class TransferLedger {
     }
 
     // -- all
-    // Onloads and moves whose last lease was released: worth cancelling where they have not begun.
+    // Returns the onloads and moves without a lease since the last call. Those that have not begun
+    // are worth cancelling.
     std::vector<TransferId> take_abandoned();
     std::size_t in_flight() const { return transfers_.size() + moves_.size() + others_; }
     bool has(TransferId id) const { return transfers_.contains(id) || is_move(id); }
-    std::uint64_t ended() const { return ended_; }  // copies, so far
+    std::uint64_t ended() const { return ended_; }  // number of copies that have ended
 
     void add_to(CoreStatistics& statistics) const;
     void check(Report& report) const;
@@ -75,7 +76,7 @@ class TransferLedger {
   private:
     const PrefixTree& tree_;
     std::unordered_map<TransferId, Transfer> transfers_;
-    std::unordered_map<NodeId, TransferId> onloads_;  // of the blocks that they load
+    std::unordered_map<NodeId, TransferId> onloads_;  // by node being loaded
     std::unordered_map<TransferId, Move> moves_;
     std::vector<TransferId> abandoned_;
     std::size_t others_ = 0;

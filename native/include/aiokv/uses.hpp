@@ -15,10 +15,10 @@ class Uses {
   public:
     Uses(PrefixTree& tree, LeaseTable& leases) : tree_(tree), leases_(leases) {}
 
-    // take() will return the lease once a lease that computes was granted a hit of its whole path.
+    // Lets take() return the lease after a computing lease was granted a hit of its whole path.
     void await(Lease& lease);
     std::vector<LeaseId> take();
-    // `user` was granted its path.
+    // Call when `user` was granted its path.
     void note(const Lease& user);
     void forget(Lease& lease);
 

@@ -8,7 +8,8 @@ namespace aiokv {
 
 namespace {
 
-// A larger job would evict everything else from the CPU caches, and its own first bytes, too.
+// A larger job uses streaming stores: it would evict everything else from the CPU caches, and its
+// own first bytes, too.
 constexpr std::size_t kStreamedJobBytes = std::size_t{8} << 20;
 // Bytes copied between two checks of the stop flag: a few hundred microseconds.
 constexpr std::size_t kChunkBytes = std::size_t{4} << 20;
@@ -19,7 +20,7 @@ constexpr Failure kRefused = "the host format refused the bytes of a block";
 
 using Ids = std::span<const std::int32_t>;
 
-// State that the stream's thread needs for one job.
+// State of one job for the stream's thread.
 class Mover {
   public:
     Mover(std::shared_ptr<const BlockMap> map, Direction direction, std::vector<Run> runs)
@@ -50,7 +51,7 @@ class Mover {
         return nullptr;
     }
 
-    // Block by block, so that each host block is written sequentially.
+    // Copies block by block, so that each host block is written sequentially.
     Failure move_all(const std::atomic<bool>& stop) const {
         for (const auto& run : runs_) {
             if (const auto failure = move_run_of_all(run, stop)) return failure;
@@ -122,7 +123,7 @@ class Mover {
     bool streaming_ = false;
 };
 
-// Runs on the stream's thread; finishes every event, also after a failure.
+// Runs on the stream's thread. Finishes every event, even after a failure.
 void run_job(CopyJob& job, const Mover& mover, const std::vector<std::uint64_t>& generations,
              std::string failure, const std::atomic<bool>& stop) {
     const auto& events = job.events();

@@ -15,21 +15,21 @@ namespace {
 
 constexpr std::size_t kMaxAxes = 16;
 
-// A loop of a copy; strides in bytes.
+// One loop of a copy. Strides are in bytes.
 struct Loop {
     std::size_t length;
     std::size_t source_stride;
     std::size_t target_stride;
 };
 
-// Loops, outermost first, around runs of contiguous bytes.
+// Loops around runs of contiguous bytes; the outermost comes first.
 struct Loops {
     std::array<Loop, kMaxAxes + 1> loops;
     std::size_t count = 0;
     std::size_t run_bytes = 0;
 };
 
-// Orders the loops by the target's strides, so that writes ascend, and merges what is contiguous.
+// Orders the loops by the target's strides, so that writes ascend, and merges contiguous ones.
 Loops plan(const RepackGroup& group, const Loop* rows) {
     Loops planned;
     std::array<Loop, kMaxAxes + 1> loops{};
@@ -41,7 +41,7 @@ Loops plan(const RepackGroup& group, const Loop* rows) {
     std::sort(loops.begin(), loops.begin() + static_cast<std::ptrdiff_t>(count),
               [](const Loop& a, const Loop& b) { return a.target_stride < b.target_stride; });
     planned.run_bytes = group.item_bytes;
-    // Innermost first here; reversed below.
+    // The innermost loop comes first here; the order is reversed below.
     for (std::size_t i = 0; i < count; ++i) {
         const Loop& loop = loops[i];
         if (planned.count == 0) {
@@ -75,8 +75,8 @@ void copy_fixed(char* to, const char* from, const Loop& loop, std::size_t /*byte
     }
 }
 
-// Whole lines to aligned addresses. The runs of the source are prefetched one run ahead, which the
-// processor does not do across gaps.
+// Copies whole cache lines to aligned addresses. Prefetches the next run of the source, because the
+// processor does not prefetch across gaps.
 void copy_lines(char* to, const char* from, const Loop& loop, std::size_t bytes) {
     for (std::size_t i = 0; i < loop.length; ++i) {
         const char* next = from + loop.source_stride;
@@ -99,7 +99,7 @@ void copy_any(char* to, const char* from, const Loop& loop, std::size_t bytes) {
 
 using CopyRuns = void (*)(char*, const char*, const Loop&, std::size_t);
 
-// True if all runs are whole lines of the target.
+// Returns true if all runs are whole cache lines of the target.
 bool has_whole_lines(const Loops& planned, const char* target) {
     bool whole = planned.run_bytes % kLineBytes == 0 && is_line_aligned(target);
     for (std::size_t i = 0; i < planned.count; ++i) {
@@ -159,7 +159,7 @@ std::uint64_t row_offset(const RepackRows& rows, std::uint64_t row) {
     return row / rows.inner * rows.outer_stride + row % rows.inner * rows.inner_stride;
 }
 
-// Rows from `row` on that are at equal strides, at most `limit`.
+// Returns the number of rows from `row` on at equal strides, at most `limit`.
 std::uint64_t equal_rows(const RepackRows& rows, std::uint64_t row, std::uint64_t limit) {
     return std::min(limit, rows.inner - row % rows.inner);
 }
@@ -180,7 +180,7 @@ void copy_rows(const RepackGroup& group, const RepackPart& part, char* target, c
     }
 }
 
-// Adds (length - 1) * stride to `bytes`; throws LayoutError when 64 bits do not hold the result.
+// Adds (length - 1) * stride to `bytes`. Throws LayoutError if the result does not fit in 64 bits.
 void add_extent(std::uint64_t& bytes, std::uint64_t length, std::uint64_t stride) {
     std::uint64_t extent = 0;
     if (length == 0 || __builtin_mul_overflow(length - 1, stride, &extent) ||

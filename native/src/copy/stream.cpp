@@ -30,7 +30,7 @@ void Stream::push(Work work) {
 
 void Stream::record(std::shared_ptr<Event> event) {
     {
-        // The generation starts under the queue's lock, so the queue is in order of generations.
+        // The generation is opened under the queue's lock, so the queue is in order of generations.
         std::lock_guard lock(mutex_);
         if (closed_) throw UsageError("stream " + name_ + " is closed");
         const auto generation = event->open();
@@ -85,7 +85,8 @@ void Stream::close() {
 void Stream::abort() {
     stop_.store(true, std::memory_order_release);
     {
-        // Under the lock the awaited event is not freed: wait_here() needs it to return.
+        // wait_here() cannot return while this thread has the lock, so the awaited event is not
+        // freed.
         std::lock_guard lock(mutex_);
         if (waiting_on_ != nullptr) waiting_on_->wake();
     }

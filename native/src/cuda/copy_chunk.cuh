@@ -7,12 +7,12 @@
 
 namespace aiokv::cuda {
 
-// Chunk, slice and row that a warp copies.
+// The chunk that a warp copies, with its slice and row.
 struct Chunk {
     std::uint8_t* device;
     std::uint8_t* other;
     std::uint32_t bytes;    // 0: the slice is shorter than the largest
-    std::uint32_t padding;  // host bytes behind the slice, for its last chunk
+    std::uint32_t padding;  // padding in host bytes behind the last chunk of the slice
 };
 
 __device__ inline Chunk locate(const KernelCopy& copy, std::uint32_t unit) {
@@ -36,8 +36,8 @@ __device__ inline Chunk locate(const KernelCopy& copy, std::uint32_t unit) {
             static_cast<std::uint32_t>(left <= kChunkBytes ? slice.host_bytes - slice.bytes : 0)};
 }
 
-// All loads, then all stores: the latency of one vector instead of eight. Streaming hints, because
-// these bytes are not read again soon.
+// Does all loads before the first store, so that it waits for one vector instead of eight. Uses
+// streaming hints, because these bytes are not read again soon.
 __device__ inline void copy_full_chunk(std::uint8_t* to, const std::uint8_t* from,
                                        std::uint32_t lane) {
     constexpr int kUnroll = kChunkBytes / (32 * sizeof(uint4));
@@ -65,7 +65,7 @@ __device__ inline void copy_vectors(std::uint8_t* to, const std::uint8_t* from, 
     }
 }
 
-// Copies any size at any alignment: the widest vectors that both addresses allow, then single
+// Copies any size at any alignment, by the widest vectors that both addresses allow and then by
 // bytes.
 __device__ inline void copy_bytes(std::uint8_t* to, const std::uint8_t* from, std::uint32_t bytes,
                                   std::uint32_t lane) {
@@ -92,8 +92,8 @@ __device__ inline void copy_bytes(std::uint8_t* to, const std::uint8_t* from, st
     }
 }
 
-// Writes the bytes of a chunk, and the padding behind them, in the form of the other side. A host
-// format encodes here, and decodes in to_device().
+// Writes the bytes of a chunk, and its padding, in the host's form. A host format encodes them
+// here, and decodes them in to_device().
 __device__ inline void to_host(const Chunk& chunk, std::uint32_t lane) {
     copy_bytes(chunk.other, chunk.device, chunk.bytes, lane);
     for (std::uint32_t i = lane; i < chunk.padding; i += 32) {

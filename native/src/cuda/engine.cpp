@@ -64,7 +64,7 @@ SwapEngine::~SwapEngine() {
     try {
         close();
     } catch (const DeviceError&) {
-        // the device is broken: all waiters have failed, and nothing is left to free
+        // The device is broken: all waiters have failed, and nothing is left to free.
     }
 }
 

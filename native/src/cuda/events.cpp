@@ -23,7 +23,7 @@ EventPool::EventPool(int device, bool timing) : device_(device), timing_(timing)
 
 EventPool::~EventPool() {
     for (cudaEvent_t event : free_) {
-        cudaEventDestroy(event);  // at exit the driver may be gone already: nothing to report to
+        cudaEventDestroy(event);  // at exit the driver may have ended: ignore the error
     }
 }
 

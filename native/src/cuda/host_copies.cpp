@@ -77,7 +77,7 @@ void submit_host_copies(std::span<const HostCopy> copies, bool to_device, std::u
     for (const HostCopy& copy : copies) {
         auto* host = reinterpret_cast<std::uint8_t*>(copy.host);
         std::uint8_t* dense = staging + copy.staging_offset;
-        if (copy.bytes == copy.host_pitch) {  // whole blocks: one piece
+        if (copy.bytes == copy.host_pitch) {  // whole blocks form one contiguous piece
             append(batch, to_device, host, dense, copy.bytes * copy.rows);
         } else if (copy.rows >= min_strided_rows) {
             submit_strided(copy, to_device, host, dense, stream);

@@ -11,10 +11,10 @@
 namespace aiokv::cuda {
 namespace {
 
-// At most one transfer per staging slot is on the streams, and one more is being prepared.
+// At most one transfer per staging slot is on the streams; one more is being prepared.
 constexpr std::size_t kSpareIdBuffers = 2;
-constexpr double kRateStep = 1.03;  // factor of the guessed speed of the link per poll
-constexpr double kSlowestLink = 1e9, kFastestLink = 200e9;  // bytes a second
+constexpr double kRateStep = 1.03;  // factor by which a poll changes the estimated link speed
+constexpr double kSlowestLink = 1e9, kFastestLink = 200e9;  // bytes per second
 
 double clock_seconds(clockid_t clock) {
     timespec time{};
@@ -63,7 +63,7 @@ Lane::~Lane() {
     try {
         close();
     } catch (const DeviceError&) {
-        // the device is broken: the memory is freed with the process
+        // The device is broken: its memory is freed when the process ends.
     }
 }
 
@@ -265,7 +265,7 @@ std::uint8_t* Lane::take_slot(cudaStream_t first_stream) {
     return staging_ + slot * slot_bytes_;
 }
 
-// Commands without a sleep between them take half the time of commands with one.
+// Submitting commands without a sleep between them takes half the CPU time per command.
 void Lane::pace() {
     if (next_piece_ - moved_pieces_ < pieces_.size()) {
         return;
@@ -339,13 +339,13 @@ KernelCopy Lane::kernel_copy(const Job& job, const Group& group, std::size_t fir
 void Lane::settle(Transfer& transfer, const DeviceError& error) {
     try {
         settle_failure(transfer, error);
-    } catch (const DeviceError& second) {  // it broke meanwhile: nothing can be waited for
+    } catch (const DeviceError& second) {  // the device broke meanwhile: nothing can be waited for
         context_.health->break_with(second.code, second.what());
         transfer.fail({0, second.code, second.what()}, std::nullopt);
     }
 }
 
-// Submitted work still runs: the blocks belong to the transfer until that work has ended.
+// Submitted work still runs, so the transfer owns the blocks until that work has ended.
 void Lane::settle_failure(Transfer& transfer, const DeviceError& error) {
     const cudaError_t state = cudaStreamQuery(last_stream());
     if (state != cudaSuccess && state != cudaErrorNotReady) {

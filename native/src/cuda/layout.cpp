@@ -84,7 +84,7 @@ void IdCheck::in_range(const Pool& pool, std::span<const std::int32_t> ids) {
 }
 
 void IdCheck::distinct(Pool& pool, std::span<const std::int32_t> ids) {
-    if (++pool.round == 0) {  // wrapped: stamps of the first round would look fresh
+    if (++pool.round == 0) {  // wrapped: old stamps would look new
         std::fill(pool.stamps.begin(), pool.stamps.end(), 0);
         pool.round = 1;
     }

@@ -31,8 +31,8 @@ std::uint32_t fitting(const Layout& layout, std::uint32_t first, std::uint32_t w
     return end;
 }
 
-// Leaves only as many copies in batches as the thread has time for. The last groups have the
-// longest copies, so the first groups go by kernel.
+// Limits the copies in batches to the number that the thread has time for. The last groups have the
+// longest copies, so the first groups are copied by the kernel.
 void limit_batches(std::vector<Group>& groups, const Layout& layout,
                    const PlannerOptions& options) {
     std::size_t left = layout.host_bytes() / options.bytes_per_batched_copy;
@@ -48,7 +48,7 @@ void limit_batches(std::vector<Group>& groups, const Layout& layout,
 
 }  // namespace
 
-// A radix sort, eight times as fast as a comparison sort; every transfer waits for it.
+// A radix sort, because every transfer waits for it: a comparison sort takes eight times as long.
 void sort_by_id(std::span<const std::int32_t> ids, std::vector<std::uint32_t>& order) {
     constexpr std::uint32_t kBits = 11, kBuckets = 1u << kBits;
     order.resize(ids.size());

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::size_t kTouchBytes = std::size_t{4} << 20;
 constexpr std::size_t kPageBytes = 4096;
-constexpr int kPolicyPreferred = 1;  // linux/mempolicy.h, which not every machine has
+constexpr int kPolicyPreferred = 1;  // in linux/mempolicy.h, which some machines lack
 constexpr int kPolicyBind = 2;
 
 double now_seconds() {
@@ -109,7 +109,7 @@ void HostRegistration::close() {
     ready_.store(0);
 }
 
-// The first touch of a page decides its placement, so the policy is set before it.
+// Sets the placement policy before the first touch of a page, which decides its placement.
 void HostRegistration::bind() {
     if (options_.numa_node < 0 || options_.numa_node >= 64 || bytes_ == 0) {
         return;
@@ -121,7 +121,7 @@ void HostRegistration::bind() {
 }
 
 void HostRegistration::run() {
-    pthread_setname_np(pthread_self(), "aiokv-pin");  // and, inherited, of the touching threads
+    pthread_setname_np(pthread_self(), "aiokv-pin");  // the touching threads inherit the name
     bind();
     std::vector<std::thread> touchers;
     for (unsigned i = 0; i < std::max(options_.touch_threads, 1u); ++i) {
@@ -163,7 +163,7 @@ void HostRegistration::touch() {
             __atomic_fetch_or(base_ + at, std::uint8_t{0}, __ATOMIC_RELAXED);
         }
         touched_[piece * kTouchBytes / options_.chunk_bytes].fetch_add(1);
-        std::lock_guard lock(mutex_);  // so that the registering thread does not miss it
+        std::lock_guard lock(mutex_);  // else the registering thread could miss it
         changed_.notify_all();
     }
 }

@@ -40,11 +40,12 @@ void free_device(T*& memory) {
     cudaFree(std::exchange(memory, nullptr));
 }
 
-// Most bytes per launch: work of the model that waits for multiprocessors gets them between two
+// Most bytes per launch. Work of the model that waits for multiprocessors gets them between two
 // launches.
 constexpr std::size_t kLaunchBytes = std::size_t{32} << 20;
 
-// The end of a slot behind its trailer: to copy it, too, takes less time than one more copy.
+// Largest gap between a trailer and the next slot that is copied, too: that takes less time than
+// one more copy.
 constexpr std::size_t kMaxGapBytes = 4096;
 
 bool continues(const PeerCopy& copy, const PeerCopy& next) {
@@ -82,7 +83,7 @@ DeviceMemory::~DeviceMemory() {
     try {
         close();
     } catch (const DeviceError&) {
-        // the device is broken: the memory is freed with the process
+        // The device is broken: its memory is freed when the process ends.
     }
 }
 
@@ -118,7 +119,7 @@ MappedMemory::~MappedMemory() {
     try {
         close();
     } catch (const DeviceError&) {
-        // the device is broken: the mapping ends with the process
+        // The device is broken: the mapping ends with the process.
     }
 }
 
@@ -136,7 +137,7 @@ ResultPool::ResultPool(int device, std::size_t num_results)
 
 ResultPool::~ResultPool() {
     for (const Loan& loan : all_) {
-        cudaFreeHost(loan.host);  // at exit the driver may be gone already: nothing to report to
+        cudaFreeHost(loan.host);  // at exit the driver may have ended: ignore the error
     }
 }
 
@@ -178,7 +179,7 @@ SlotWork::SlotWork(std::shared_ptr<EventPool> events, std::shared_ptr<Health> he
 
 SlotWork::~SlotWork() {
     if (pool_ != nullptr) {
-        synchronize();  // the kernels write the results
+        synchronize();  // the kernels may still write the results
         pool_->give(results_);
     }
     events_->give(event_);  // a stream that waits for it waits for what is recorded now
@@ -276,11 +277,11 @@ SlotEngine::~SlotEngine() {
     try {
         close();
     } catch (const DeviceError&) {
-        // the device is broken: the memory is freed with the process
+        // The device is broken: its memory is freed when the process ends.
     }
 }
 
-// Without steps, when a piece of a block begins or ends within kChunkBytes.
+// Leaves the steps empty if a piece of a block begins or ends inside a stretch of kChunkBytes.
 void SlotEngine::make_steps() {
     for (const Slice& slice : layout_.slices) {
         const bool fits = slice.host_offset % kChunkBytes == 0 && slice.bytes % kChunkBytes == 0 &&
@@ -330,7 +331,7 @@ SlotEngine::Work SlotEngine::gather(Ids device_ids, Ids slots, Keys keys, cudaEv
 SlotEngine::Work SlotEngine::verify(Ids slots, Keys keys) {
     check_keys(slots, keys);
     const std::lock_guard lock(mutex_);
-    ids_.check_offload(slots, {});  // each slot once: one result per slot
+    ids_.check_offload(slots, {});  // no slot twice, because each has one result
     return run(receive_, Way::kRead, {slots, {}, keys}, true, nullptr);
 }
 
@@ -436,7 +437,7 @@ PeerCopies::~PeerCopies() {
     try {
         close();
     } catch (const DeviceError&) {
-        // the device is broken: the stream ends with the process
+        // The device is broken: the stream ends with the process.
     }
 }
 

@@ -16,7 +16,7 @@ constexpr int kVectors = kChunkBytes / (32 * sizeof(uint4));  // per lane
 constexpr int kSums = kChunkBytes / Checksum::kChunkBytes;
 static_assert(kVectors == 8 && kSums == 4, "a lane reads two vectors of each chunk");
 
-// A sum of products mod 2^128: words at weight 1, and those at weight 2^32.
+// A sum of products mod 2^128, as words of weight 1 and words of weight 2^32.
 struct Products {
     std::uint32_t even[4] = {};
     std::uint32_t odd[3] = {};
@@ -59,8 +59,8 @@ __device__ inline U128 shuffled(U128 value, int mask) {
            __shfl_xor_sync(kAllLanes, low, mask);
 }
 
-// The sum of four chunks, of all lanes: lane i returns that of chunk i % 4. Two chunks change
-// hands in each of the first steps, so that less than half of the words move.
+// Sums four chunks over all lanes: lane i returns the sum of chunk i % 4. The first steps exchange
+// two chunks each, so that less than half of the words move.
 __device__ inline U128 summed(const U128 (&chunk)[kSums], std::uint32_t lane) {
     const bool odd = lane & 1, high = lane & 2;
     const U128 first = (odd ? chunk[1] : chunk[0]) + shuffled(odd ? chunk[0] : chunk[1], 1);
@@ -72,7 +72,7 @@ __device__ inline U128 summed(const U128 (&chunk)[kSums], std::uint32_t lane) {
     return sum;
 }
 
-// The sum of all lanes mod 2^127 - 1, for values below it.
+// Returns the sum of all lanes mod 2^127 - 1, for values below 2^127 - 1.
 __device__ inline U128 reduced_sum(U128 value) {
     for (int mask = 1; mask < 32; mask *= 2) {
         value = reduced(value + shuffled(value, mask));
@@ -89,16 +89,16 @@ __device__ inline void store(uint4* to, uint4 value) {
     if constexpr (way == Way::kScatter) {
         __stcs(to, value);
     } else if constexpr (way == Way::kGather) {
-        *to = value;  // is read next: by a copy engine, from the cache
+        *to = value;  // a copy engine reads it next, from the cache
     }
 }
 
-// State of a warp that reads and writes device memory by bulk copies: two buffers, so that one step
+// State of a warp that reads and writes device memory by bulk copies. It has two buffers: one step
 // is read while the step before it is summed and written.
 struct Ring {
     std::uint32_t buffers;   // addresses in shared memory
     std::uint32_t barriers;  // one per buffer
-    std::uint32_t phases;    // a bit per buffer
+    std::uint32_t phases;    // one bit per buffer
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -146,7 +146,7 @@ __device__ inline uint4 loaded(const Ring& ring, std::uint32_t stage, std::uint3
 constexpr bool kHasBulkCopies = false;
 #endif
 
-// Address of a step of a unit in device memory, in blocks or in the slot.
+// Returns the address of a step of a unit, in the device blocks or in the slot.
 template <Way way>
 __device__ inline std::uint8_t* block_step(const SlotPass& pass, const PassRow& row,
                                            std::size_t step) {
@@ -155,7 +155,7 @@ __device__ inline std::uint8_t* block_step(const SlotPass& pass, const PassRow& 
                                            static_cast<std::size_t>(row.device_id) * at.stride);
 }
 
-// Does the same as run_unit, for a unit of whole steps.
+// Does the same as run_unit for a unit of whole steps.
 template <Way way>
 __device__ inline U128 run_unit_in_bulk(const SlotPass& pass, const PassRow& row,
                                         std::uint32_t unit, std::uint32_t num_steps,
@@ -213,7 +213,8 @@ __device__ inline U128 run_unit_in_bulk(const SlotPass& pass, const PassRow& row
     return mine;
 }
 
-// Copies and sums a unit of a row; all lanes return its polynomial, whose last chunk has weight 1.
+// Copies and sums a unit of a row. All lanes return its polynomial, in which the last chunk has
+// weight 1.
 template <Way way, bool bulk>
 __device__ inline U128 run_unit(const SlotPass& pass, const PassRow& row, std::uint32_t unit,
                                 const uint4 (&keys)[2], std::uint32_t lane, Ring& ring) {
@@ -237,7 +238,7 @@ __device__ inline U128 run_unit(const SlotPass& pass, const PassRow& row, std::u
             to = way == Way::kGather ? reinterpret_cast<uint4*>(slot + offset) + lane : block;
             from = way == Way::kGather ? block : from;
         }
-        const std::uint32_t vectors = (bytes - offset) / sizeof(uint4);  // from here on
+        const std::uint32_t vectors = (bytes - offset) / sizeof(uint4);  // to the end
         U128 chunks[kSums];
         if (vectors >= kVectors * 32) {
             uint4 values[kVectors];
@@ -278,7 +279,8 @@ __device__ inline U128 run_unit(const SlotPass& pass, const PassRow& row, std::u
     return reduced_sum(term);
 }
 
-// The checksum of a row whose units are all summed, and of its header; the same in all lanes.
+// Returns, in all lanes, the checksum of a row and of its header. All units of the row must be
+// summed.
 __device__ inline U128 combined(const SlotPass& pass, std::uint32_t row, const uint4 (&header)[3],
                                 std::uint32_t lane) {
     const SumConstants& constants = *pass.constants;
@@ -323,7 +325,7 @@ __device__ inline bool equal(uint4 a, uint4 b) {
     return a.x == b.x && a.y == b.y && a.z == b.z && a.w == b.w;
 }
 
-// Writes the trailer of a row, or compares it.
+// Writes the trailer of a row, or compares the row's trailer with the expected one.
 __device__ inline void end_row(const SlotPass& pass, std::uint32_t index, std::uint32_t lane) {
     const PassRow& row = pass.rows[index];
     const uint4 header[3] = {

@@ -55,7 +55,7 @@ bool is_pinned(std::uintptr_t address) {
     return attributes.type == cudaMemoryTypeHost;
 }
 
-// The driver takes no batches on these.
+// The driver accepts no batches on default streams.
 bool is_default(cudaStream_t stream) {
     return stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
 }

@@ -50,7 +50,7 @@ bool Transfer::query(cudaEvent_t event) {
 bool Transfer::layer_done(std::uint32_t layer) {
     check_layer(layer);
     const std::uint32_t submitted = submitted_groups_.load(std::memory_order_acquire);
-    // Groups are planned before the first one is submitted, and do not change afterwards.
+    // All groups are planned before the first one is submitted, and do not change afterwards.
     if (submitted > 0 && group_of_layer_[layer] < submitted) {
         const std::uint32_t group = group_of_layer_[layer];
         std::uint32_t done = done_groups_.load(std::memory_order_relaxed);
@@ -78,7 +78,7 @@ bool Transfer::wait_submitted(std::uint32_t layer, std::optional<double> seconds
         return failure_.has_value() ||
                (!groups_.empty() && group_of_layer_[layer] < submitted_groups_.load());
     };
-    // A longer wait than a year would overflow the clock.
+    // A timeout of more than a year would overflow the clock.
     if (!seconds || *seconds > 365.0 * 86400.0) {
         changed_.wait(lock, known);
     } else if (!changed_.wait_for(lock, std::chrono::duration<double>(*seconds), known)) {
@@ -107,7 +107,7 @@ void Transfer::synchronize(std::uint32_t layer) {
     }
     if (event != nullptr && cudaEventSynchronize(event) != cudaSuccess) {
         cudaGetLastError();
-        query(event);  // the same error again, which then breaks the device
+        query(event);  // reports the error again, which breaks the device
     }
 }
 

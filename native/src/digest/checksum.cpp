@@ -27,8 +27,9 @@ U128 product(const std::uint8_t* pair, const std::uint64_t* keys) {
     return U128{load(pair) + keys[0]} * (load(pair + 8) + keys[1]);
 }
 
-// Two sums, so that one addition need not wait for the other. The processor looks less far ahead in
-// memory than this needs; a prefetch behind the end of the input does nothing.
+// Uses two sums, so that an addition need not wait for the one before it. Prefetches, because the
+// processor looks less far ahead in memory than this loop needs; a prefetch behind the end of the
+// input has no effect.
 U128 nh_of_chunk(const std::uint8_t* bytes, const std::uint64_t* keys) {
     U128 even = 0, odd = 0;
     for (std::size_t i = 0; i < Checksum::kChunkBytes; i += kLineBytes) {

@@ -25,7 +25,8 @@ std::span<const std::uint8_t> bytes_of(const std::uint32_t& number) {
     return bytes_of(std::span(&number, 1));
 }
 
-// Fingerprint and digest: one block, and one of padding with the length of 512 bits.
+// The message fingerprint | digest: one block, and then a block of padding with the length, 512
+// bits.
 class KeyMessage {
   public:
     static constexpr std::size_t kBlocks = 2;

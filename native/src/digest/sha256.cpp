@@ -78,7 +78,7 @@ void Sha256::add(std::span<const std::uint8_t> bytes) {
 }
 
 Digest Sha256::finish() {
-    // A bit 1, zeros up to the last 8 bytes of a block, and the number of bits.
+    // The padding: a bit 1, zeros up to the last 8 bytes of a block, and the number of bits.
     std::array<std::uint8_t, 2 * kBlockBytes> last{};
     const std::size_t begun = num_bytes_ % kBlockBytes;
     std::copy_n(buffer_.begin(), begun, last.begin());

@@ -1,4 +1,4 @@
-// One constant per round of SHA-256: fractions of the cube roots of the first 64 primes.
+// One constant per round of SHA-256: the fractional parts of the cube roots of the first 64 primes.
 #pragma once
 
 #include <array>

@@ -20,9 +20,9 @@ bool has_sha_instructions() {
     return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & kLeaf7EbxSha);
 }
 
-// The instructions keep the state in two registers: (a, b, e, f) and (c, d, g, h), a and c in the
-// highest lanes. Four rounds take four words of the message schedule; `w` holds the last sixteen.
-// Each round waits for the one before, so a second message costs little more time.
+// The instructions keep the state in two registers, (a, b, e, f) and (c, d, g, h), with a and c in
+// the highest lanes. Four rounds take four words of the message schedule; `w` has the last sixteen.
+// Each round waits for the one before it, so a second message costs little more time.
 template <int kMessages>
 __attribute__((target("sha,sse4.1,ssse3"))) void add_blocks(std::uint32_t* const* states,
                                                             const std::uint8_t* const* bytes,

@@ -22,7 +22,7 @@ static_assert(sizeof(Trailer) == kTrailerBytes);
 
 constexpr std::size_t kHeaderBytes = offsetof(Trailer, checksum);
 
-// The right trailer of a payload, with its checksum.
+// Returns the correct trailer of a payload, including its checksum.
 Trailer trailer_of(std::span<const std::uint8_t> payload, const Digest& key) {
     Trailer trailer{.payload_bytes = payload.size(), .key = key};
     Checksum checksum;
@@ -91,7 +91,7 @@ bool verify_object(std::span<const std::uint8_t> object, const Digest& key) {
     if (object.size() < kTrailerBytes) return false;
     const auto payload = object.first(object.size() - kTrailerBytes);
     const std::uint8_t* found = object.data() + payload.size();
-    // The cheap comparison first: an object of another block need not be read.
+    // Compare the header first, which is cheap: the payload of another block need not be read.
     Trailer expected{.payload_bytes = payload.size(), .key = key};
     if (std::memcmp(found, &expected, kHeaderBytes) != 0) return false;
     expected = trailer_of(payload, key);

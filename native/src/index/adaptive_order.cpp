@@ -1,4 +1,4 @@
-// The policy "adaptive": by recency, or by the scores of a reuse model, per tier.
+// The policy "adaptive": each tier evicts by recency or by the scores of a reuse model.
 #include <optional>
 
 #include "aiokv/core_types.hpp"
@@ -11,7 +11,8 @@
 namespace aiokv {
 namespace {
 
-// The host evicts what leaves both tiers, so it decides like one tier of their sum.
+// The host evicts blocks that leave both tiers, so its order is that of one tier with the capacity
+// of both.
 std::uint32_t capacity_of_host_order(const CoreConfig& config) {
     return config.host_blocks + (config.external_device ? 0 : config.device_blocks);
 }
@@ -34,7 +35,7 @@ class AdaptiveOrder final : public EvictionOrder {
                (host_dueling_ ? host_dueling_->bytes() : 0);
     }
 
-    // The model sees the prompt of a lease once.
+    // The model sees the prompt of each lease once.
     bool on_grant(Lease& lease, std::uint64_t seed) override {
         bool device_changed = false;
         if (lease.classes.empty()) {

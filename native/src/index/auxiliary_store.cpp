@@ -9,7 +9,7 @@
 namespace aiokv {
 namespace {
 
-// Saves pin copies of a small pool.
+// Saves pin copies of a small pool, so only a part of the pool may be in saves.
 SaveLimits limits_of(const GroupPool& host) {
     return {std::clamp<std::size_t>(host.capacity() / 8, 1, 64), 2,
             4096 + 2 * std::uint64_t{host.capacity()}};
@@ -24,7 +24,7 @@ bool HostIds::renew(BlockId id, std::uint8_t flags) {
     return (std::exchange(flags_[at(id)], flags) & kSaveQueued) != 0;
 }
 
-// An eighth of the host ids is kept free or saved ahead of eviction, and at least one.
+// Keeps an eighth of the host ids, and at least one, free or saved ahead of eviction.
 std::vector<BlockId> HostIds::next_evicted() {
     is_renewed_ = false;
     std::vector<BlockId> ids;
@@ -100,7 +100,7 @@ TransferId AuxiliaryStore::begin_fetch(std::span<const NodeId> nodes) {
         fetch.host_blocks.push_back(kNoBlock);
         evicted_ += host_.take(fetch.host_blocks.back());
     }
-    index_.change();  // copies may have been evicted
+    index_.change();  // the call above may have evicted copies
     residency_.hold(fetch.nodes);
     const TransferId id = transfers_.begin_other();
     for (const NodeId node : fetch.nodes) coming_.emplace(node, id);
@@ -108,7 +108,7 @@ TransferId AuxiliaryStore::begin_fetch(std::span<const NodeId> nodes) {
     return id;
 }
 
-// First proof wins: a node that has a host copy by now keeps it.
+// The first proven copy is kept: a node that has a host copy by now does not take another.
 void AuxiliaryStore::finish_fetch(TransferId id, Outcome outcome, std::uint32_t first_bad) {
     const Fetch fetch = std::move(fetches_.extract(id).mapped());
     const std::size_t good = proven(outcome, first_bad, fetch.nodes.size());

@@ -73,7 +73,7 @@ bool BlockEvents::is_due(EventStreamId id) const {
     return one.sweeps || !one.queue.empty();
 }
 
-// The media on which the block could be matched now.
+// Returns the media on which the block can be matched now.
 std::uint8_t BlockEvents::visible(NodeId node) const {
     const Node& n = tree_[node];
     if (n.has(kDetached | kRoot)) return 0;
@@ -107,7 +107,8 @@ void BlockEvents::report_change(NodeId node) {
     }
 }
 
-// The blocks before it have been reported: walking up a long prompt would cost time per block.
+// Notes the root of a block from that of its parent, which was reported before it. Walking up to
+// the root would cost time per block of the prompt.
 NodeId BlockEvents::note_root(NodeId node) {
     const NodeId parent = tree_.parent(node);
     if (node >= roots_.size()) roots_.resize(std::size_t{node} * 5 / 4 + 64, kNone);
@@ -115,7 +116,7 @@ NodeId BlockEvents::note_root(NodeId node) {
     return roots_[node];
 }
 
-// With the blocks before it that the sweep has not reached.
+// Reports the block, and before it those of its prompt that the sweep has not reached.
 void BlockEvents::report_stored(Stream& stream, NodeId node) {
     unswept_.clear();
     for (NodeId up = node; !tree_[up].has(kRoot) && (stream.of(up) & kSwept) == 0;
@@ -129,8 +130,9 @@ void BlockEvents::report_stored(Stream& stream, NodeId node) {
     }
 }
 
-// The last run of this event and medium that `takes` another block; null: a new one is needed. Runs
-// of the two media may be exchanged, so the last two are looked at: most blocks are on both.
+// Returns the last run of this event and medium if `takes` accepts another block for it; null if a
+// new run is needed. Most blocks are on both media, and runs of different media may be exchanged,
+// so the last two runs are checked.
 template <class Takes>
 BlockRun* BlockEvents::open_run(Stream& stream, BlockEvent event, Medium medium, Takes takes) {
     for (std::size_t i = 1; i <= std::min<std::size_t>(stream.queue.size(), 2); ++i) {
@@ -181,7 +183,7 @@ void BlockEvents::add_removed(Stream& stream, NodeId node, std::uint8_t media) {
             run->event = BlockEvent::kRemoved;
             run->medium = medium;
         }
-        // Known since the block was reported.
+        // The digest is known since the block was reported.
         run->digests.push_back(stored_.digest(node));
         ++stream.queued_blocks;
     }
@@ -215,7 +217,7 @@ std::vector<BlockRun> BlockEvents::drain(EventStreamId id, std::size_t max_block
     if (sweeps) sweep(one, max_blocks);
     std::vector<BlockRun> runs;
     std::size_t blocks = 0;
-    // A sweep may have added a long prompt: take all of it, so that it cannot fill the queue.
+    // A sweep may have added a long prompt. Take all of it, so that it cannot fill the queue.
     while (!one.queue.empty() && (runs.empty() || sweeps || blocks < max_blocks)) {
         blocks += one.queue.front().digests.size();
         runs.push_back(std::move(one.queue.front()));

@@ -9,12 +9,12 @@
 namespace aiokv {
 namespace {
 
-// The lowest `bits` bits; at least one.
+// Returns a mask of the lowest `bits` bits. Requires bits > 0.
 std::uint64_t mask_of(std::uint32_t bits) {
     return ~std::uint64_t{0} >> (64 - bits);
 }
 
-// Calls visit(word, mask) with the bits of each word.
+// Calls visit(word, mask) for each word of the range with the bits of that word.
 template <class Visit>
 void for_each_word(BlockPool::Extent extent, Visit visit) {
     auto id = static_cast<std::uint32_t>(extent.first);

@@ -51,13 +51,13 @@ void Completions::finish_move(TransferId id, Outcome outcome, std::uint32_t firs
     settle(lease, id);
 }
 
-// The lease has one transfer less to wait for.
+// Removes the ended transfer from those that the lease waits for.
 void Completions::settle(Lease& lease, TransferId id) {
     std::erase(lease.onloads, id);
     if (lease.onloads.empty()) publication_.settle(lease);
 }
 
-// Ends the tail of a transfer, of which `good_blocks` leading blocks were copied correctly.
+// Ends the tail of a transfer. Its first `good_blocks` blocks were copied correctly.
 void Completions::finish_tail(const Transfer& transfer, std::uint32_t good_blocks) {
     if (transfer.tail_owner == 0) return;
     const std::size_t nodes = transfer.nodes.size();
@@ -77,9 +77,10 @@ void Completions::finish_tail(const Transfer& transfer, std::uint32_t good_block
     fail(lease, static_cast<std::uint32_t>(lease.path.size() + good_blocks - nodes));
 }
 
-// cached_tokens of every lease that joined falls to its first bad block.
+// Reduces cached_tokens of every lease that joined the transfer to the end before its first bad
+// block.
 void Completions::fail_leases(const Transfer& transfer, NodeId first_bad) {
-    std::size_t depth = 0;  // depth of the node, which is the same in every path
+    std::size_t depth = 0;  // index of the node, which is the same in every path
     for (const LeaseId id : transfer.leases) {
         Lease& lease = leases_.at(id);
         if (depth >= lease.path.size() || lease.path[depth] != first_bad) {
@@ -92,10 +93,10 @@ void Completions::fail_leases(const Transfer& transfer, NodeId first_bad) {
 }
 
 void Completions::fail(Lease& lease, std::uint32_t good_blocks) {
-    // The blocks of a cut item that did arrive are written once more: an encoder computes whole
+    // If an item is cut, all its blocks are computed again, because an encoder computes whole
     // items.
     good_blocks = static_cast<std::uint32_t>(matching_.before_cut_item(lease, good_blocks));
-    if (auxiliary_.exist()) {  // state and windows are those of later positions, or never arrived
+    if (auxiliary_.exist()) {  // they belong to later positions, or never arrived
         good_blocks = 0;
         state_.forget_snapshots(lease, 0);
     }
@@ -105,7 +106,7 @@ void Completions::fail(Lease& lease, std::uint32_t good_blocks) {
     if (lease.is(LeaseState::kGranted)) {
         leases_.move(lease, LeaseState::kFailed);
     } else if (lease.is(LeaseState::kReleasing)) {
-        lease.flags.writes = false;  // it publishes nothing any more
+        lease.flags.writes = false;  // it publishes nothing more
     }
 }
 

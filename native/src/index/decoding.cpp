@@ -77,7 +77,7 @@ std::vector<Decoding::Row> Decoding::check(std::span<const LeaseId> ids,
         const auto computed = static_cast<std::int64_t>(named) - 1;
         peers_.check_commit(lease, computed);
         publication_.check_commit(lease, "advance", computed);
-        // A server names the blocks of new positions itself.
+        // With external blocks, the server names the blocks of new positions itself.
         const std::size_t grown = external_.exist() ? lease.num_tokens : lease.num_tokens + more;
         rows.push_back(
             {{&lease, static_cast<std::uint32_t>(grown)}, static_cast<std::uint32_t>(i), tokens});

@@ -19,7 +19,7 @@ std::size_t EvictableBlocks::bytes() const {
     return order_->bytes() + unsaved_parked_.capacity() * sizeof(NodeId);
 }
 
-// Of a run: blocks on the host alone that no swapped lease holds.
+// Returns the number of blocks of a run that only the host has and no swapped lease holds.
 std::uint32_t EvictableBlocks::count_idle_host(RunId id) const {
     if (is_on_device(id)) return 0;
     const Run& run = tree_.runs()[id];
@@ -33,7 +33,8 @@ void EvictableBlocks::on_split(RunId split, RunId made, bool made_is_above) {
     made_is_above ? queue.insert_after(made, split) : queue.insert_before(made, split);
 }
 
-// As a whole to the end of its queue; it is part of the run before it where that is the next below.
+// Puts a run at the end of a queue. If the run before it in the queue is the continuation of its
+// blocks, both become one run.
 void EvictableBlocks::append(TierQueue& queue, RunId id) {
     queue.push_back(id);
     const Run& run = tree_.runs()[id];
@@ -120,7 +121,8 @@ bool EvictableBlocks::is_parked_unsaved(NodeId node) const {
 }
 
 void EvictableBlocks::trim_unsaved_parked() {
-    // The flag goes with the first entry of a node; another one is that of a node freed since then.
+    // A node may have several entries, if it was freed and used again. The first one clears the
+    // flag, so that the others are erased.
     std::erase_if(unsaved_parked_, [this](NodeId node) {
         Node& n = tree_[node];
         if (!n.has(kUnsavedParked)) return true;
@@ -142,7 +144,7 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
     ++queued_of(id);
     idle_host_ += count_idle_host(id);
     if (!on_device || !ahead_.is_begun()) return;
-    if (!is_saved(n)) return ahead_.restart();  // it is in front of them now
+    if (!is_saved(n)) return ahead_.restart();  // blocks looked at are behind this one now
     ahead_.add_front(node);
 }
 

@@ -8,7 +8,7 @@
 
 namespace aiokv {
 
-// Each is defined in the file of its policy.
+// Each function is defined in the file of its policy.
 std::unique_ptr<EvictionOrder> make_lru_order(const CoreConfig& config, PrefixTree& tree);
 std::unique_ptr<EvictionOrder> make_adaptive_order(const CoreConfig& config, PrefixTree& tree);
 

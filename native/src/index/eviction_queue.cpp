@@ -10,7 +10,7 @@
 namespace aiokv {
 namespace {
 
-constexpr std::pair<double, std::uint32_t> kLowest{-1.0, 0};  // below all ranks
+constexpr std::pair<double, std::uint32_t> kLowest{-1.0, 0};  // lower than all ranks
 
 }  // namespace
 
@@ -140,7 +140,7 @@ void EvictionQueue<Nodes>::close_cohort(CohortId id) {
 
 // -- cells -----------------------------------------------------------------------------------
 
-// Adds the cohort as the newest one of the cell.
+// Adds the cohort to its cell as the newest one.
 template <class Nodes>
 void EvictionQueue<Nodes>::enter_cell(CohortId id, Cell cell) {
     const std::uint32_t bucket = cell % ReturnRates::kBuckets;
@@ -171,7 +171,7 @@ void EvictionQueue<Nodes>::choose_victim(Cell cell) {
     victim_cohort_ = cell == kNoCell ? kFront : oldest_in(cell);
 }
 
-// The lowest of the cells with cohorts that rank above `above`.
+// Returns the lowest cell with cohorts whose rank is above `above`.
 template <class Nodes>
 typename EvictionQueue<Nodes>::Cell EvictionQueue<Nodes>::lowest_cell(Rank above) const {
     Cell lowest = kNoCell;
@@ -205,7 +205,7 @@ bool EvictionQueue<Nodes>::choose(bool by_score) {
     return changes;
 }
 
-// Move cohorts to the cells of their ages. The cohorts of a class are in order of age.
+// Moves cohorts to the cells of their present ages. The cohorts of a class are in order of age.
 template <class Nodes>
 void EvictionQueue<Nodes>::age() {
     for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {

@@ -28,7 +28,7 @@ void ExternalBlocks::assign(Lease& lease, std::span<const BlockId> ids,
                          " blocks already; only the first call may name computed positions")
             .of(lease.id());
     }
-    std::size_t first_new = 0;  // index of the first id whose positions are not computed
+    std::size_t first_new = 0;  // index of the first id with a position that is not computed
     std::size_t first_onload = cached;
     if (old == 0) {
         check_computed(lease, ids.size(), computed_tokens);
@@ -119,7 +119,7 @@ void ExternalBlocks::check_computed(const Lease& lease, std::size_t blocks,
     }
 }
 
-// The first ids must cover the hit, and its host copies must still be there.
+// Checks that the first ids cover the hit, and that its host copies still exist.
 void ExternalBlocks::check_hit(const Lease& lease, std::size_t blocks, std::size_t first) const {
     const std::size_t cached = lease.cached_tokens / config_.block_tokens;
     if (blocks < cached) {
@@ -233,7 +233,8 @@ ExternalEnd ExternalBlocks::complete(TransferId id, std::uint32_t good, bool can
     return end;
 }
 
-// The server may share an id while an onload writes it.
+// Returns the leases that have named one of the ids: the server may share an id while an onload
+// writes it.
 std::vector<std::pair<LeaseId, std::uint32_t>> ExternalBlocks::leases_with(std::vector<BlockId> ids,
                                                                            LeaseId except) const {
     std::sort(ids.begin(), ids.end());

@@ -21,7 +21,7 @@ std::uint64_t token_hash(Tokens tokens, ItemKey items) {
     return hash;
 }
 
-// Key of a block and of all blocks before it, for a sketch.
+// Returns the key of a block and of all blocks before it, for a sketch.
 Digest sketch_digest(std::uint64_t chain) {
     const std::array<std::uint64_t, 2> words = {mixed(chain, 1), mixed(chain, 2)};
     Digest digest{};
@@ -53,8 +53,8 @@ ExternalSaves::ExternalSaves(const CoreConfig& config, const DevicePool& device,
 
 // -- what is saved -----------------------------------------------------------------------------
 
-// Blocks of the prompt that have all that a save needs, and that the policy wants saved if the host
-// lacks them: the caller stops at the second number.
+// Returns the number of leading blocks that can be saved: computed, full, and with known tokens and
+// device ids. Counts their uses, if the policy needs that.
 std::size_t ExternalSaves::target(Lease& lease) {
     const std::size_t size = config_.block_tokens;
     const std::size_t named = std::min<std::size_t>(lease.computed_tokens, lease.tokens.size());
@@ -63,7 +63,7 @@ std::size_t ExternalSaves::target(Lease& lease) {
     return blocks;
 }
 
-// Counts each block once per lease. The lease may save leading blocks that were used often enough.
+// Counts each block once per lease. Leading blocks with enough uses become due.
 void ExternalSaves::count_uses(Lease& lease, std::size_t blocks) {
     const std::size_t size = config_.block_tokens;
     if (lease.counted_blocks == 0) lease.use_hash = index_.seed_of(lease);
@@ -82,7 +82,7 @@ std::uint32_t ExternalSaves::publish(Lease& lease) {
     if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) {
         return 0;
     }
-    if (!lease.onloads.empty()) return 0;  // computed blocks depend on them
+    if (!lease.onloads.empty()) return 0;  // computed blocks depend on the bytes of onloads
     PrefixTree& tree = index_.tree();
     if (const std::size_t attached = index_.attached_blocks(lease); attached < lease.path.size()) {
         note_changed(lease);
@@ -101,7 +101,7 @@ std::uint32_t ExternalSaves::publish(Lease& lease) {
         const Place above = lease.saving.empty() ? Place{last} : kSaveBit | lease.saving.back();
         if (lease.saving.empty()) {
             const NodeId node = tree.find_child(last, tokens.data(), items);
-            if (node != kNone) {  // another lease has saved it, or a store has it brought
+            if (node != kNone) {  // another lease or a store has brought it
                 note_changed(lease);
                 residency_.ref({&node, 1});
                 residency_.note_use(lease, static_cast<std::uint32_t>(block), node);
@@ -123,7 +123,7 @@ std::uint32_t ExternalSaves::publish(Lease& lease) {
     return queued;
 }
 
-// The number of these blocks before the first that an onload writes: the blocks behind it were
+// Returns the number of blocks before the first one that an onload writes. Later blocks were
 // computed from bytes that may never arrive.
 std::size_t ExternalSaves::before_written(const Lease& lease, std::size_t blocks) {
     if (uses_.writes().empty() || lease.path.size() + lease.saving.size() >= blocks) return blocks;
@@ -136,14 +136,14 @@ std::size_t ExternalSaves::before_written(const Lease& lease, std::size_t blocks
 
 void ExternalSaves::publish_postponed() {
     for (const LeaseId id : std::exchange(postponed_, {})) {
-        // A released lease may be idle, and its ids reused.
+        // A released lease is skipped: it may be idle, and its ids reused.
         if (leases_.is_open(id) && leases_.at(id).is(LeaseState::kGranted)) publish(leases_.at(id));
     }
 }
 
 void ExternalSaves::announce(Lease& lease) {
     promises_.withdraw(lease);
-    // With the selective policy, a block is saved at a later use: nothing is worth waiting for.
+    // Other policies save a block at a later use, so no lease should wait for it.
     if (config_.write_policy != SavePolicy::kWriteThrough || lease.save_failed) return;
     if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) return;
     if (!lease.has_blocks() || (lease.is(LeaseState::kReleasing) && lease.saving.empty())) return;
@@ -242,7 +242,8 @@ SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above) {
     return id;
 }
 
-// The place above is in use: its node is held from now on, or it lists the block.
+// Links a block to its place. A node is held from now on; a block that is being saved lists the
+// block.
 void ExternalSaves::link(SaveId id, Place above) {
     Block& block = blocks_[id];
     block.above = above;
@@ -266,7 +267,7 @@ void ExternalSaves::unlink(SaveId id) {
         std::find_if(begin, end, [id](const auto& entry) { return entry.second == id; }));
 }
 
-// No block is linked to this node any more by the caller's link.
+// Ends the hold that link() has taken on a node.
 void ExternalSaves::let_go(Place above, std::uint32_t context) {
     if ((above & kSaveBit) != 0) return;
     const auto node = static_cast<NodeId>(above);
@@ -277,14 +278,14 @@ void ExternalSaves::let_go(Place above, std::uint32_t context) {
     }
 }
 
-// The block above it was not dropped.
+// Returns true if the block above was not dropped.
 bool ExternalSaves::is_current(const Block& block) const {
     if (block.epoch != index_.epoch()) return false;
     if ((block.above & kSaveBit) != 0) return true;
     return !index_.tree()[static_cast<NodeId>(block.above)].has(kDetached);
 }
 
-// The block, and those below it, will not be inserted.
+// Drops the block and those below it: they will not be inserted.
 void ExternalSaves::lose(SaveId top) {
     if ((blocks_[top].above & kSaveBit) != 0) {
         std::erase(blocks_[static_cast<SaveId>(blocks_[top].above)].below, top);
@@ -309,10 +310,10 @@ void ExternalSaves::lose(SaveId top) {
     }
 }
 
-// The lease's blocks from this one on are not being saved for it any more.
+// Removes the blocks from this one on from those that are being saved for the lease.
 void ExternalSaves::cut(Lease& lease, SaveId id) {
     const auto from = std::find(lease.saving.begin(), lease.saving.end(), id);
-    if (from == lease.saving.end()) return;  // cut above
+    if (from == lease.saving.end()) return;  // a block above it was cut before
     note_changed(lease);
     lease.saving.erase(from, lease.saving.end());
     if (lease.saving.empty() && lease.is(LeaseState::kReleasing)) ended_.push_back(lease.id());
@@ -325,7 +326,7 @@ void ExternalSaves::free(SaveId id) {
     free_.push_back(id);
 }
 
-// A proven block behind a node enters the tree, and with it the proven blocks below.
+// Inserts a proven block behind a node into the tree, and then the proven blocks below it.
 void ExternalSaves::insert(SaveId first) {
     std::vector<SaveId> next = {first};
     for (std::size_t i = 0; i < next.size(); ++i) insert_one(next[i], next);
@@ -339,7 +340,8 @@ void ExternalSaves::insert_one(SaveId id, std::vector<SaveId>& next) {
     const PrefixTree::Found found =
         tree.find_or_add_child(static_cast<NodeId>(block.above), block.tokens.data(), block.items);
     const NodeId node = found.node;
-    // First proof wins: a block that a fetch has brought meanwhile keeps its copy.
+    // The first proven copy is kept: a block that a fetch has brought meanwhile does not take
+    // another.
     if (!residency_.give_host_copy(found, block.host)) residency_.free_host({&block.host, 1});
     ++published_;
     for (const LeaseId lease_id : block.leases) {
@@ -385,7 +387,7 @@ TransferId ExternalSaves::take() {
     }
     residency_.evict_host_until_free(taken.size());
     const std::size_t room = std::min<std::size_t>(taken.size(), host_.free_blocks());
-    for (std::size_t i = room; i < taken.size(); ++i) {  // a child comes behind its parent
+    for (std::size_t i = room; i < taken.size(); ++i) {  // children are behind their parents
         if (blocks_[taken[i]].state == State::kQueued) lose(taken[i]);
         free(taken[i]);
         ++skipped_;
@@ -425,7 +427,7 @@ void ExternalSaves::reset() {
         const State state = blocks_[id].state;
         if (state != State::kFree && state != State::kLost) lose(id);
     }
-    changed_.clear();  // no lease of this epoch will publish what it promised
+    changed_.clear();  // these leases will not publish what they promised
 }
 
 void ExternalSaves::complete(TransferId id, std::uint32_t good) {

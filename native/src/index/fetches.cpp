@@ -12,8 +12,8 @@ bool Fetches::may_fetch(const Lease& lease) const {
     return stored_.exist() && lease.is(LeaseState::kMatched);
 }
 
-// The digests of the first blocks that no tier has. They are computed once: several calls ask for
-// them until the lease is granted, and its tokens do not change before that.
+// Returns the digests of the first blocks that no tier has. They are computed once, because several
+// calls need them before the lease is granted, and its tokens do not change until then.
 std::span<const Digest> Fetches::digests_of(Lease& lease, const Matching::Frontier& cached,
                                             std::size_t end) {
     std::vector<Digest>& digests = lease.digests;
@@ -129,7 +129,8 @@ void Fetches::complete(TransferId id, Outcome outcome, std::uint32_t first_bad) 
     transfers_.end_other();
 }
 
-// First proof wins: a block that has a host copy by now keeps it.
+// Inserts the proven blocks. The first proven copy is kept: a block that has a host copy by now
+// does not take another.
 void Fetches::insert(const Fetch& fetch, std::uint32_t good_blocks) {
     PrefixTree& tree = index_.tree();
     std::vector<NodeId> added;

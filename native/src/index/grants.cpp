@@ -42,14 +42,14 @@ void Grants::check_request(const Lease& lease, std::int64_t num_tokens, Reserve 
         .hint("raise CacheConfig.device_blocks, or split the request");
 }
 
-// Free or evictable blocks that a grant leaves to extend(). A lease that extend() has let grow into
-// the reserve is granted when the rest of the device is unused.
+// Returns the number of free or evictable blocks that a grant leaves to extend(). A lease that
+// extend() has let grow into the reserve is granted again if the rest of the device is unused.
 std::uint32_t Grants::reserve_for(std::uint32_t total_blocks, Reserve reserve) const {
     return std::min(reserve.value_or(config_.reserve_blocks), device_.capacity() - total_blocks);
 }
 
-// Returns the blocks of the request; 0: a transfer of a swapped table is being cancelled, so that
-// it cannot be joined now.
+// Returns the blocks of the request, or 0 while a transfer of its swapped table is being cancelled,
+// because that transfer cannot be joined.
 std::uint32_t Grants::choose_path(Lease& lease, std::int64_t num_tokens) {
     if (lease.is(LeaseState::kSwapped)) {
         swaps_.trim(lease);
@@ -64,14 +64,14 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
     check_request(lease, num_tokens, reserve);
     const std::uint32_t total = choose_path(lease, num_tokens);
     if (total == 0) return Grant::kNone;
-    // Refs first: what the lease hits must not be evicted to make room for the rest of it.
+    // Take the refs first, so that making room for the other blocks does not evict the hit.
     const std::uint32_t needed = total - residency_.ref(lease.path);
-    if (config_.external_device) {  // the server has the device blocks, and names them later
+    if (config_.external_device) {  // the server names device blocks later
         lease.save_failed = false;
         take_blocks(lease, 0);
         return Grant::kReady;
     }
-    // An attempt without success takes nothing from swapped leases.
+    // Check first, so that a failed attempt takes nothing from swapped leases.
     if (needed + reserve_for(total, reserve) > residency_.device_room() ||
         !swaps_.make_auxiliary_room(lease, total) || !residency_.make_room(needed) ||
         !fit_writable(lease, total)) {
@@ -95,12 +95,12 @@ bool Grants::fit_writable(Lease& lease, std::uint32_t total_blocks) {
     const std::size_t blocks = matching_.writable_path(lease, resident, device_.writable_blocks());
     if (blocks == lease.path.size()) return true;
     residency_.unref(std::span(lease.path).subspan(blocks));
-    Matching::shorten(lease, blocks);  // a later try may want the rest
+    Matching::shorten(lease, blocks);  // a later attempt may use the other blocks
     return residency_.make_room(total_blocks -
                                 static_cast<std::uint32_t>(std::min(blocks, resident)));
 }
 
-// The table entries of blocks that are on the device, or on the way there. Returns their number.
+// Fills the table entries of blocks that are on the device or being loaded. Returns their number.
 std::uint32_t Grants::take_resident(Lease& lease) {
     const PrefixTree& tree = index_.tree();
     std::uint32_t resident = 0;
@@ -120,7 +120,7 @@ std::uint32_t Grants::take_resident(Lease& lease) {
     return resident;
 }
 
-// Path nodes hold the lease's refs already, and the pool has the ids.
+// Requires that the lease has refs on its path, and that the pool has enough ids.
 void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     const bool resumes = lease.is(LeaseState::kSwapped);
     const auto hits = static_cast<std::uint32_t>(lease.path.size());
@@ -196,8 +196,8 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Res
     return forecast.can_make_room(total - static_cast<std::uint32_t>(blocks));
 }
 
-// Forecasts an attempt, Saver::take_write_backs() after it, and further attempts. Those may drop
-// unsaved blocks while the host has no room to save them.
+// Forecasts an attempt, Saver::take_write_backs() after it, and further attempts. The latter may
+// drop unsaved blocks while the host has no room to save them.
 bool Grants::will_have_room(Residency::Forecast& forecast, std::uint32_t needed_blocks,
                             std::uint32_t wanted_blocks, bool saves) const {
     bool has_room = forecast.can_make_room(needed_blocks);
@@ -212,8 +212,8 @@ bool Grants::will_have_room(Residency::Forecast& forecast, std::uint32_t needed_
     return has_room;
 }
 
-// Blocks that count as evictable and stay until transfers in flight have ended: those that a
-// transfer reads or writes, and the blocks above them.
+// Returns the number of blocks that count as evictable but stay until transfers in flight have
+// ended: blocks that a transfer reads or writes, and the blocks above them.
 std::uint32_t Grants::pinned_blocks() const {
     const PrefixTree& tree = index_.tree();
     std::unordered_set<NodeId> seen;
@@ -244,8 +244,9 @@ std::uint32_t Grants::takeable_blocks(std::uint32_t limit, bool saves, Residency
         Residency::Forecast attempt(residency_, {});
         return will_have_room(attempt, blocks, blocks, saves);
     };
-    // Further blocks are dropped unsaved, if the host has no room at all. It may have room for what
-    // fewer blocks need: host copies of blocks that are evicted too are not reclaimed.
+    // To take more, unsaved blocks must be dropped, which happens only if the host has no room at
+    // all. It may have room when fewer blocks are taken, because the host copies of evicted blocks
+    // are not reclaimed. So try the whole limit first, and then search.
     if (!saves) return at_once;
     if (is_possible && can_take(limit)) return limit;
     if (!can_take(at_once + 1)) return at_once;

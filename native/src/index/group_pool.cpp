@@ -59,7 +59,7 @@ bool GroupPool::covers(const PrefixTree& tree, std::span<const NodeId> path, std
            std::all_of(tail.begin(), tail.end(), has_id);
 }
 
-// Blocks between head and tail are not needed.
+// A hit does not need the blocks between head and tail.
 void GroupPool::touch_hit(std::span<const NodeId> path) {
     const std::size_t head = std::min<std::size_t>(path.size(), head_blocks_);
     const std::size_t tail = std::min<std::size_t>(path.size(), tail_blocks_);
@@ -136,7 +136,7 @@ void GroupPool::link(BlockId id) {
     ++idle_;
 }
 
-// Evicted next after `before`; kNoBlock: before all others.
+// Links an idle id into the eviction order right after `before`, or first if `before` is kNoBlock.
 void GroupPool::link_behind(BlockId id, BlockId before) {
     if (before == newest_) return link(id);
     Entry& entry = entries_[at(id)];

@@ -44,8 +44,8 @@ void HostCopies::queue(BlockId device_id) {
     queue_.push_back(device_id);
 }
 
-// An eighth of the device ids is kept free or saved ahead of eviction, and at least two: a state
-// slot of the next lease, and one of its snapshot.
+// Keeps an eighth of the device ids free or saved ahead of eviction, and at least two: the next
+// lease needs a state slot and a snapshot.
 void HostCopies::queue_next_evicted() {
     looks_ahead_ = false;
     const std::uint32_t target = std::max<std::uint32_t>(device_.capacity() / 8, 2);
@@ -56,7 +56,7 @@ void HostCopies::queue_next_evicted() {
     }
 }
 
-// The first queued ids that can be copied now.
+// Returns the first queued ids that can be copied now.
 std::vector<BlockId> HostCopies::take_queued(std::uint32_t limit) {
     std::vector<BlockId> taken;
     std::erase_if(queue_, [&](BlockId id) {
@@ -92,7 +92,7 @@ TransferId HostCopies::take_save(std::uint32_t limit) {
     return transfers_.begin_move(std::move(save));
 }
 
-// A source is the node's own as long as the save reads it, and only one save does.
+// Each source still belongs to its node, because the save reads it, and no other save has it.
 void HostCopies::finish_save(const Move& save, std::uint32_t good) {
     for (std::size_t i = 0; i < save.sources.size(); ++i) {
         const NodeId node = device_.node_of(save.sources[i]);

@@ -6,10 +6,10 @@
 namespace aiokv {
 namespace {
 
-// Each read may miss the caches: 4,096 take about 0.5 ms.
+// Each read may miss the caches: 4,096 reads take about 0.5 ms.
 constexpr std::size_t kMaxReads = 4096;
 constexpr std::size_t kMaxSlots = 1024;     // most children of one fork that are visited
-constexpr std::uint32_t kMaxStretch = 512;  // blocks; what follows is a stretch of its own
+constexpr std::uint32_t kMaxStretch = 512;  // most blocks per stretch; the rest begins a new one
 
 struct Candidate {
     std::uint32_t uses;
@@ -19,7 +19,8 @@ struct Candidate {
     std::size_t parent;
     std::string_view context;
 
-    // Later in this order: read earlier. Equally hot blocks in order of their depth.
+    // The greatest candidate is read next: the hottest one, and of equally hot ones the one nearest
+    // to a root.
     bool operator<(const Candidate& other) const {
         return std::tuple(uses, refs, other.first_block, other.node) <
                std::tuple(other.uses, other.refs, first_block, node);

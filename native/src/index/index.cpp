@@ -8,7 +8,7 @@
 namespace aiokv {
 namespace {
 
-// FNV-1a: the same in every process, unlike std::hash.
+// FNV-1a, because its result is the same in every process, unlike that of std::hash.
 std::uint64_t seed_of_key(std::string_view key) {
     std::uint64_t hash = 0xcbf29ce484222325;
     for (const char c : key) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
@@ -30,7 +30,7 @@ Index::Index(const CoreConfig& config, const LeaseTable& leases)
       tree_(config.block_tokens, std::size_t{config.device_blocks} + config.host_blocks + 64,
             config.external_device ? config.host_blocks : config.device_blocks) {
     open_context("");
-    contexts_[0].leases = 1;  // the empty context is never closed
+    contexts_[0].leases = 1;  // so the empty context is never closed
 }
 
 // -- contexts --------------------------------------------------------------------------------
@@ -89,7 +89,8 @@ void Index::close_unused_contexts() {
 
 void Index::add_items(Lease& lease, std::span<const Item> items) {
     if (items.empty()) return;
-    // Positions in keys are relative to their block: count from the first block that is touched.
+    // Positions in keys are relative to their block, so count from the first block that an item
+    // touches.
     const auto first = static_cast<std::size_t>(items.front().offset) / config_.block_tokens;
     std::vector<Item> moved(items.begin(), items.end());
     for (Item& item : moved) item.offset -= static_cast<std::int64_t>(first * config_.block_tokens);
@@ -99,7 +100,7 @@ void Index::add_items(Lease& lease, std::span<const Item> items) {
     for (std::size_t i = 0; i < keys.size(); ++i) {
         if (keys[i].empty()) continue;
         ItemKey& key = lease.item_keys[first + i];
-        const ItemKey before = key;  // key of the items that end in the block where `first` begins
+        const ItemKey before = key;  // items that end in the block where `first` begins
         key = known.intern(before == kNoItems ? std::move(keys[i]) : known.bytes(before) + keys[i]);
         if (before != kNoItems) known.unref(before);
     }
@@ -207,7 +208,7 @@ void Index::check(Report& report) const {
                        "I1: a lease of ", lease.num_tokens, " tokens has ", lease.table.size(),
                        " blocks");
         for (const NodeId node : lease.path) ++report.refs[node];
-        if (config_.external_device) continue;  // its ids are not those of the pool
+        if (config_.external_device) continue;  // external ids belong to no pool
         for (std::size_t i = 0; i < lease.table.size(); ++i) {
             if (is_private(lease, i)) report.device.own(lease.table[i], "a lease");
         }

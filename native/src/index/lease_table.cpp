@@ -16,7 +16,7 @@ constexpr unsigned bit(LeaseState state) {
     return 1u << static_cast<unsigned>(state);
 }
 
-// By state: the states that may follow.
+// The states that may follow, by state.
 constexpr std::array<unsigned, kLeaseStates> kNext = {
     /* kFree */ bit(kMatched),  // open
     // grant or fork; a keeper, which takes over the blocks of another lease; release
@@ -90,13 +90,13 @@ Lease& LeaseTable::at(LeaseId id) {
 
 void LeaseTable::require_distinct(std::span<const LeaseId> ids, const char* call) {
     listed_.resize(leases_.size(), 0);
-    if (++list_ == 0) {  // the numbers start again
+    if (++list_ == 0) {  // the number has wrapped
         std::fill(listed_.begin(), listed_.end(), 0);
         list_ = 1;
     }
     for (const LeaseId id : ids) {
         const auto index = static_cast<std::uint32_t>(id);
-        if (index >= listed_.size()) continue;  // at() refuses it
+        if (index >= listed_.size()) continue;  // at() throws for this id
         if (listed_[index] == list_) {
             throw LeaseError(std::string(call) + ": a lease is listed more than once").of(id);
         }
@@ -139,7 +139,7 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
 
 void LeaseTable::close(Lease& lease) {
     if (free_.size() >= kSpareLeases) {
-        // Small pieces stay: malloc puts off collecting those, and then collects the pieces of
+        // Small pieces are kept: malloc would postpone collecting them, and then collect those of
         // thousands of leases in one call.
         free_memory(lease.tokens);
         free_memory(lease.path);

@@ -12,7 +12,7 @@ std::size_t Matching::hit_limit(const Lease& lease) const {
                              : boundary_before(lease.tokens.size());
 }
 
-// The last block boundary at which a prompt of `length` tokens may be hit.
+// Returns the last block boundary at which a prompt of `length` tokens may be hit.
 std::size_t Matching::boundary_before(std::size_t length) const {
     if (length < config_.leave_tokens) return 0;
     return (length - config_.leave_tokens) / config_.block_tokens;
@@ -81,7 +81,8 @@ void Matching::shorten(Lease& lease, std::size_t blocks) {
 
 void Matching::choose_path(Lease& lease, std::size_t usable) const {
     refresh(lease);
-    // A host hit that is not worth its transfer is computed again; one under way is joined.
+    // A host hit that is too short for an onload is computed again, unless its onload is in flight:
+    // then it is joined.
     if (lease.host_hit < config_.min_onload_blocks) shorten(lease, resident_prefix(lease));
     usable = onloadable(lease, std::min({usable, lease.path.size(), joinable(lease)}));
     if (lease.path.size() > usable) shorten(lease, usable);

@@ -42,7 +42,7 @@ LeaseError in_flight(const Lease& lease, const char* verb, bool receives) {
     return error.of(lease.id()).hint("wait for the end of the transfer first");
 }
 
-// The id of the lease for a block of the prompt; of a state, its slot. kNoBlock: it has none.
+// Returns the lease's id for a block of the prompt (for a state: its slot), or kNoBlock.
 BlockId id_of(const Lease& lease, GroupId group, std::size_t block) {
     if (group == kRecurrentState) return lease.recurrent.slot;
     const auto number = static_cast<std::size_t>(group);
@@ -109,7 +109,7 @@ BlockRange PeerTransfers::blocks_of(const Lease& lease, const char* verb, std::i
 
 TransferId PeerTransfers::receive_blocks(Lease& lease, const TicketId& ticket, BlockRange range) {
     const std::uint32_t computed = config_.blocks_for(lease.computed_tokens);
-    // After a failed onload, other leases may have the device blocks of the path, too.
+    // After a failed onload, other leases may share the device blocks of the path.
     if (range.first < computed || range.first < lease.path.size()) {
         throw LeaseError("receive: block " + str(range.first) +
                          " has computed positions, or is shared; "
@@ -197,7 +197,7 @@ PeerTransfer PeerTransfers::of_blocks(const Lease& lease, const TicketId& ticket
     return transfer;
 }
 
-// `step`, or the newest step that computed with the lease.
+// Returns `step`, or the newest step that computed with the lease.
 Step PeerTransfers::after_use(const Lease& lease, Step step) const {
     return lease.last_step > device_.finished_step() ? std::max(step, lease.last_step) : step;
 }
@@ -214,7 +214,7 @@ TransferId PeerTransfers::begin(Lease& lease, PeerTransfer transfer) {
 
 // -- groups whose blocks are needed behind one position only --------------------------------------
 
-// State and windows are those of one position: they are moved while it does not change.
+// State and windows belong to one position, so they are moved only while no batch can change it.
 void PeerTransfers::check_group(const Lease& lease, const char* verb, GroupId group) const {
     if (group == kRecurrentState && config_.state_slots == 0) {
         throw UsageError(std::string(verb) + ": the model has no recurrent state; state_slots is 0")
@@ -319,7 +319,7 @@ TransferId PeerTransfers::begin_group(Lease& lease, const TicketId& ticket, Grou
     return begin(lease, std::move(transfer));
 }
 
-// The tables of the lease are those of positions that it has not computed.
+// Returns true if the window tables are already those of positions that the lease has not computed.
 bool PeerTransfers::is_waiting_for_windows(const Lease& lease) const {
     return !lease.windows.empty() && lease.windows.front().received_tokens != 0;
 }
@@ -356,7 +356,7 @@ void PeerTransfers::give_up(TransferId id, PeerTransfer& transfer) {
 }
 
 bool PeerTransfers::end_ticket(const Lease& lease, const TicketId& ticket) {
-    bool is_receiving = false;  // state or windows, whose ends will tell
+    bool is_receiving = false;  // true while a receive of state or windows is in flight
     for (const TransferId id : lease.peer_transfers) {
         PeerTransfer& transfer = in_flight_.at(id);
         if (transfer.ticket == ticket) give_up(id, transfer);
@@ -393,7 +393,8 @@ PeerRelease PeerTransfers::complete(TransferId id, Outcome outcome, std::uint32_
         good = std::min(good, transfer.kept_blocks);
         note_received(lease, transfer, good);
     } else if (transfer.receives && transfer.group == kRecurrentState) {
-        // A state that was cancelled is still the one before, but windows are those behind it.
+        // After a cancellation, the slot still has the old state. But if windows have moved to the
+        // received positions, the lease cannot continue with that state.
         if (outcome != Outcome::kCancelled || is_waiting_for_windows(lease)) {
             released.lease = transfer.lease;
             released.state_tokens = good > 0 ? transfer.end_token : 0;
@@ -437,8 +438,8 @@ std::optional<std::uint32_t> PeerTransfers::first_receiving(const Lease& lease) 
     return first;
 }
 
-// State and windows in flight are those behind the computed positions, or behind those that will
-// be.
+// Throws if a state or a window is in flight, because it belongs to the computed positions or to
+// those that will be committed next.
 void PeerTransfers::check_no_side(const Lease& lease, const char* verb) const {
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& transfer = in_flight_.at(id);
@@ -615,9 +616,9 @@ void PeerTransfers::check_transfer(Report& report, TransferId id,
                    " positions are computed, but those from ", start, " on are being received");
 }
 
-// I11 from scratch: a block that is being received is in no node of the index, not free, and in the
-// table of one lease only, which is a holder. A block that is being sent is in the table of a
-// holder, so it is neither free nor evictable.
+// Checks I11 from scratch. A block that is being received is not free, is in no node of the index,
+// and is in the table of one lease only, which is a holder. A block that is being sent is in the
+// table of a holder, so it is neither free nor evictable.
 void PeerTransfers::check(Report& report) const {
     std::vector<std::uint8_t> indexed(device_.capacity(), 0);
     const PrefixTree& tree = index_.tree();

@@ -23,7 +23,8 @@ std::size_t ChildSet::bytes() const {
     return bytes;
 }
 
-// Twice as many slots; or, beyond `max_slots`, parts of few slots each.
+// Doubles the number of slots or, if there are `max_slots`, divides the set into parts of few
+// slots.
 std::size_t ChildSet::grow(std::size_t max_slots) {
     const std::size_t before = bytes();
     const bool divides = slots_.size() >= max_slots;
@@ -61,7 +62,8 @@ void ChildSet::erase(std::uint32_t tag, NodeId node) {
     }
     std::size_t hole = tag & mask();
     while (slots_[hole].node != node) hole = (hole + 1) & mask();
-    // Close the gap: an entry may move back when the gap lies between its home and its place.
+    // Closes the gap: an entry moves into it if the gap is between the entry's first slot and its
+    // present one.
     for (std::size_t i = (hole + 1) & mask(); slots_[i].node != kNone; i = (i + 1) & mask()) {
         const std::size_t home = slots_[i].tag & mask();
         if (((i - home) & mask()) >= ((i - hole) & mask())) {
@@ -104,7 +106,7 @@ std::uint32_t PrefixTree::tag(const std::int32_t* tokens, ItemKey items) const {
 
 // -- slots -----------------------------------------------------------------------------------
 
-// The lowest free ones, as far as they are consecutive; at least one, at most `count`.
+// Takes the lowest free slots that are consecutive: at least one, at most `count`.
 BlockPool::Extent PrefixTree::take_slots(std::size_t count) {
     if (free_slots_.free_blocks() == 0) {
         nodes_.grow(count);
@@ -151,8 +153,8 @@ void PrefixTree::close_run(RunId id) {
     free_run_ = id;
 }
 
-// Returns the run that begins with `lower`, a block of the run, but not its first. The shorter part
-// gets the new run, so that the fewest slots are labelled anew.
+// Splits a run before its block `lower`, which is not the first one. Returns the run that begins
+// with `lower`. The shorter part gets the new run, so that fewer slots change their run.
 RunId PrefixTree::split(RunId id, NodeId lower) {
     const RunId made = open_run(kNone, 0, kNone);
     Run& old = runs_[id];
@@ -214,7 +216,7 @@ NodeId PrefixTree::find_child(NodeId parent, const std::int32_t* tokens, ItemKey
                                        [&](NodeId node) { return equal(node, tokens, items); });
 }
 
-// How many of `count` consecutive slots hold these tokens and items, from the first on.
+// Returns how many consecutive slots from `first` on hold these tokens and items, at most `count`.
 std::size_t PrefixTree::equal_blocks(NodeId first, const std::int32_t* tokens,
                                      std::span<const ItemKey> items, std::size_t count) const {
     constexpr std::size_t kAtOnce = 32;
@@ -266,7 +268,7 @@ std::size_t PrefixTree::find_path(NodeId above, const std::int32_t* tokens,
     return known;
 }
 
-// Below the parent that its run names.
+// Adds a node to the children of the parent that its run names.
 void PrefixTree::link(NodeId node) {
     const NodeId parent = run(node).parent;
     split_after(parent);

@@ -53,7 +53,7 @@ void Promises::unplace(RunId run) {
     spare_.push_back(places_.extract(places_.find(run)));
 }
 
-// `above` of the run counts it already.
+// Requires that `above` already counts the run.
 Promises::RunId Promises::new_run(const Run& run) {
     auto id = static_cast<RunId>(runs_.size());
     if (free_runs_.empty()) {
@@ -74,7 +74,7 @@ void Promises::erase_run(RunId run) {
     --runs_in_use_;
 }
 
-// A new run takes the blocks of `run` before `at`, and its place; returns the new one.
+// Splits a run: a new run takes its place and its blocks before `at`. Returns the new run.
 Promises::RunId Promises::split(RunId run, std::uint32_t at) {
     unplace(run);
     const Run& old = runs_[run];
@@ -85,7 +85,7 @@ Promises::RunId Promises::split(RunId run, std::uint32_t at) {
     return upper;
 }
 
-// A run where no promise ends, and that one run follows, becomes the beginning of that one.
+// Joins a run with the only one that follows it. No promise may end in the first one.
 void Promises::absorb(RunId above) {
     const RunId below = *places_.lower_bound(kRunBit | above);
     unplace(below);
@@ -142,7 +142,7 @@ void Promises::remove(const Lease& lease) {
     const std::uint32_t lease_index = lease.index;
     if (lease_index >= links_.size() || links_[lease_index].run == kNone) return;
     RunId run = links_[lease_index].run;
-    Place place = kRunBit | run;  // the last one of those that may have named the lease
+    Place place = kRunBit | run;  // last place whose run may name the lease
     unlink(lease_index);
     if (runs_[run].first == kNone && runs_[run].below == 0) {
         place = runs_[run].above;
@@ -155,7 +155,8 @@ void Promises::remove(const Lease& lease) {
         place = runs_[run].above;
         absorb(run);
     }
-    // Those that name the lease are one below the other, and this is the last.
+    // Runs that name the lease as `text` follow each other, and `place` is the last of them. Let
+    // each name another lease.
     while ((place & kRunBit) != 0 && runs_[static_cast<RunId>(place)].text == lease_index) {
         Run& stale = runs_[static_cast<RunId>(place)];
         stale.text = stale.first != kNone ? stale.first : runs_[*places_.lower_bound(place)].text;

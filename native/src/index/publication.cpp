@@ -9,7 +9,7 @@
 namespace aiokv {
 
 void Publication::append(Lease& lease, Tokens tokens, std::span<const Item> items) {
-    // A server names the blocks of new positions when it wants to.
+    // The server names external blocks of new positions when it wants to.
     const bool is_unlimited = external_.exist() && lease.has_blocks();
     const auto most = is_unlimited ? static_cast<std::uint32_t>(kMaxTokens) : lease.num_tokens;
     if (lease.tokens.size() + tokens.size() > most) {
@@ -117,7 +117,7 @@ std::uint32_t Publication::publish(Lease& lease) {
     const auto first = static_cast<std::uint32_t>(lease.path.size());
     const bool is_attached = index_.attached_blocks(lease) == lease.path.size();
     if (first >= target && is_attached) return 0;
-    if (!is_attached) {  // below a failed onload: what the lease recomputed can be published
+    if (!is_attached) {  // what the lease recomputed after a failed onload can be published
         uses_.forget(lease);
         if (!residency_.reclaim_detached(lease)) return 0;
     }
@@ -128,8 +128,8 @@ std::uint32_t Publication::publish(Lease& lease) {
         tree.find_or_add_path(above, &lease.tokens[old * config_.block_tokens],
                               keys_from(lease.item_keys, old), target - old, lease.path);
     }
-    // First proof wins: where a block is indexed already, the lease's own copy stays private,
-    // unless the index has none on the device.
+    // The first proven copy is kept: if a block is indexed already, the lease's copy stays private,
+    // unless the index has no copy on the device.
     std::uint32_t published = 0;
     residency_.publish(lease, old, [&](NodeId node) {
         saver_.count_use(node);

@@ -18,8 +18,8 @@ RecurrentState::RecurrentState(const CoreConfig& config, Index& index, const Lea
                    config.host_state_slots);
 }
 
-// Where the snapshot that the lease hits has the only slot to be had, the lease takes that over:
-// there is nothing to copy then.
+// If the snapshot of the hit is in the only slot that can be taken, the lease takes that slot over,
+// so there is nothing to copy.
 void RecurrentState::take(Lease& lease) {
     if (!group_ || lease.recurrent.valid) return;
     GroupPool& pool = group_->pool;
@@ -49,7 +49,7 @@ void RecurrentState::take(Lease& lease) {
     start_move(lease, source, MoveRoute::kOnDevice);
 }
 
-// The lease computes nothing, and keeps the snapshot of its hit where it is.
+// Keeps the snapshot of a hit where it is, for a lease that computes nothing.
 void RecurrentState::keep_snapshot(Lease& lease, BlockId source, BlockId host_source) {
     lease.recurrent.read_snapshot = source;
     lease.recurrent.read_host_snapshot = host_source;
@@ -159,7 +159,7 @@ void RecurrentState::discard_snapshot(Lease& lease, BlockId slot) {
     index_.change();
 }
 
-// First proof wins.
+// The first snapshot of a node is kept.
 void RecurrentState::attach_snapshots(Lease& lease) {
     std::erase_if(lease.recurrent.snapshots, [this, &lease](const UnattachedSnapshot& snapshot) {
         if (snapshot.block >= lease.path.size()) return false;

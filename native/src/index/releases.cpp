@@ -32,7 +32,7 @@ bool Releases::release(Lease& lease, Step step, Step used_in) {
     lease.last_step = lease.last_use(step);
     lease.step_is_exact = true;  // no later step uses the blocks of a released lease
     promises_.withdraw(lease);
-    if (lease.is(LeaseState::kFailed)) lease.flags.writes = false;  // it publishes nothing any more
+    if (lease.is(LeaseState::kFailed)) lease.flags.writes = false;  // it publishes nothing more
     leases_.move(lease, LeaseState::kReleasing);
     if (!lease.saving.empty()) external_.saves().keep_promise(lease);
     return false;
@@ -159,7 +159,7 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     promises_.remove(lease);  // it reads fields of the lease that change below
     lease.table.resize(blocks);
     lease.keep_received(0, length);
-    // A lease has all positions of the blocks that a server has named.
+    // With external blocks, a lease has all positions of the blocks that the server has named.
     lease.num_tokens = external_.exist() ? blocks * config_.block_tokens : length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
     lease.covered_tokens = std::min(lease.covered_tokens, length);
@@ -174,7 +174,7 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
 
 // -- keepers ---------------------------------------------------------------------------------
 
-// A lease without a handle. It counts as a lease of the same context.
+// Opens a lease without a handle, which counts as a lease of the same context.
 Lease& Releases::open_keeper(const Lease& lease, Step step) {
     LeaseFlags flags = lease.flags;
     flags.reads = flags.writes = flags.whole = false;
@@ -185,13 +185,13 @@ Lease& Releases::open_keeper(const Lease& lease, Step step) {
     return keeper;
 }
 
-// The keeper has its blocks until its batches and transfers end.
+// Lets the keeper end with its last batch or transfer.
 void Releases::await_end_of_use(Lease& keeper) {
     leases_.move(keeper, LeaseState::kReleasing);
     keeper.step_is_exact = true;
 }
 
-// Moves all that a lease holds to a keeper, which ends with the batches and transfers in flight.
+// Moves all blocks of a lease to a keeper, which ends with the batches and transfers in flight.
 LeaseId Releases::set_aside(Lease& lease, Step step) {
     Lease& keeper = open_keeper(lease, step);
     promises_.withdraw(lease);
@@ -217,8 +217,7 @@ LeaseId Releases::set_aside(Lease& lease, Step step) {
     return keeper.id();
 }
 
-// Moves the blocks behind the first `blocks` of the table to a keeper; the caller shortens the
-// table.
+// Moves the blocks of the table from `blocks` on to a keeper. The caller then shortens the table.
 LeaseId Releases::cut_table(Lease& lease, std::size_t blocks, Step step) {
     Lease& keeper = open_keeper(lease, step);
     keeper.flags.computes = false;

@@ -14,7 +14,7 @@
 
 namespace aiokv {
 
-// Collects sentences; a check that holds costs no string.
+// Collects sentences. A check that holds creates no string.
 class Findings {
   public:
     template <class... Parts>
@@ -56,7 +56,7 @@ class Ownership {
     std::vector<int> owners_;
 };
 
-// One check of all components. Those that own blocks, refs, holds or pins declare them first; the
+// One check of all components. The owners of blocks, refs, holds and pins declare them first. The
 // residency, which counts them per node and per id, is checked last and compares.
 class Report {
   public:
@@ -85,7 +85,7 @@ class Report {
     std::vector<std::uint32_t> refs;   // by node
     std::vector<std::uint32_t> holds;  // by node
     std::vector<std::uint32_t> pins;   // by node
-    std::uint64_t item_refs = 0;       // refs of fetches and external saves on keys of items
+    std::uint64_t item_refs = 0;       // refs on item keys that fetches and external saves hold
     std::unordered_map<std::uint32_t, std::uint32_t> growths;  // by context
 };
 

@@ -26,8 +26,9 @@ Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& store
       host_copies_(config.host_blocks),
       evictable_(config, tree_) {}
 
-// Leases of a detached node use its device copy only, and no swapped lease can be resumed with it.
-// Without a device copy, transfers that hold the node may read the host copy.
+// Frees a detached node when nothing uses it. Leases use its device copy only, and no swapped lease
+// can be resumed with it. Without a device copy, transfers that hold the node may read the host
+// copy.
 void Residency::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
     if (n.pins > 0) return;
@@ -47,7 +48,7 @@ void Residency::free_if_unowned(NodeId node) {
     if (n.holds == 0) tree_.free(node);
 }
 
-// Makes the node unmatchable; copies that no lease and no transfer owns are freed at once.
+// Makes the node unmatchable, and frees copies that no lease and no transfer uses.
 void Residency::detach(NodeId node) {
     Node& n = tree_[node];
     evictable_.dequeue(tree_.run_of(node));  // all of it: the blocks below are dropped, too
@@ -71,7 +72,7 @@ void Residency::drop_subtree(NodeId top) {
     }
 }
 
-// Drop a node and all below it.
+// Drops a node and all below it.
 void Residency::drop(NodeId node) {
     const NodeId parent = tree_.parent(node);
     tree_.unlink(node);
@@ -132,8 +133,9 @@ bool Residency::evict_one_device(Unsaved unsaved) {
     return false;
 }
 
-// The block at the front of its queue is blocked, and so are those above it in its run: each has a
-// child. Those that a save keeps where they are stay in the queue, with all behind them.
+// Defers a blocked block at the front of its queue, and those above it in its run, because each of
+// them has a child. If eviction stops at saves, blocks that wait for a save stay in the queue, and
+// so do the blocks above them.
 void Residency::defer(NodeId front, bool stops_at_saves) {
     NodeId from = front;
     const NodeId first = tree_.run(front).first;
@@ -141,7 +143,7 @@ void Residency::defer(NodeId front, bool stops_at_saves) {
     evictable_.defer(tree_.split_before(from));
 }
 
-// How many blocks before `last` in its run, and itself, are such blocks; at most `most`.
+// Returns how many blocks of a run, counted upwards from `last`, satisfy `is`; at most `most`.
 template <class Is>
 std::uint32_t Residency::count_up(NodeId last, std::uint32_t most, Is is) const {
     most = std::min(most, last - tree_.run(last).first + 1);
@@ -150,7 +152,7 @@ std::uint32_t Residency::count_up(NodeId last, std::uint32_t most, Is is) const 
     return count;
 }
 
-// The last `count` blocks of the run leave the tree; their copies were given back.
+// Removes the last `count` blocks of a run, whose copies were given back, from the tree.
 void Residency::forget_tail(RunId id, std::uint32_t count) {
     const Run run = tree_.runs()[id];
     for (std::uint32_t i = 0; i < count; ++i) {
@@ -165,7 +167,7 @@ void Residency::forget_tail(RunId id, std::uint32_t count) {
     if (count == run.length) note_lost_child(run.parent);
 }
 
-// Evicts blocks at the front of the device queue, of one run, that have no other copy and that
+// Evicts blocks of one run at the front of the device queue that have no other copy and that
 // nothing needs; at most `most`. Returns their number.
 std::uint32_t Residency::evict_plain(std::uint32_t most) {
     const NodeId last = evictable_.device_front();
@@ -182,7 +184,7 @@ std::uint32_t Residency::evict_plain(std::uint32_t most) {
     return count;
 }
 
-// Likewise blocks with a host copy, which stay on the host alone.
+// Does the same as evict_plain() for blocks with a host copy, which stay on the host.
 std::uint32_t Residency::evict_clean(std::uint32_t most) {
     const NodeId last = evictable_.device_front();
     if (last == kNone || tree_.has_device_child(last)) return 0;
@@ -209,14 +211,15 @@ std::uint32_t Residency::evict_clean(std::uint32_t most) {
     return count;
 }
 
-// Evicts at least one block and at most `most`. Returns how many; 0: none can be evicted now.
+// Evicts at least one block, at most `most`. Returns their number, or 0 if none can be evicted now.
 std::uint32_t Residency::evict_some_device(std::uint32_t most, Unsaved unsaved) {
     if (const std::uint32_t count = evict_plain(most); count > 0) return count;
     if (const std::uint32_t count = evict_clean(most); count > 0) return count;
     return evict_one_device(unsaved);
 }
 
-// Likewise on the host: blocks of one run that nothing needs, or one block.
+// Evicts host blocks of one run that nothing needs, or one block; at most `most`. Returns their
+// number.
 std::uint32_t Residency::evict_some_host(std::uint32_t most) {
     const NodeId last = evictable_.host_front();
     if (last == kNone) return 0;

@@ -1,9 +1,9 @@
 // Forecast of Residency::make_room(): would it succeed now? Evicts nothing.
 //
-// The free and evictable blocks are more than a grant can get: a block that a transfer reads, or
-// that the write policy saves first, cannot be evicted now, nor can its ancestors. So this walks
-// the eviction queue as make_room() does, and notes in sets of its own which blocks would be
-// evicted. It costs as much as the attempt.
+// Not all evictable blocks can be evicted now: a block that a transfer reads, or that the write
+// policy saves first, stays, and so do its ancestors. So the forecast walks the eviction queue as
+// make_room() does, and records in its own sets which blocks would be evicted. It takes as long as
+// the attempt.
 #pragma once
 
 #include <algorithm>
@@ -18,9 +18,9 @@ namespace aiokv {
 
 class Residency::Forecast {
   public:
-    // `path` is final; the grant takes refs on it first. `host_freed`: the grant also frees host
-    // blocks. `unheld`: nodes whose host copy can be reclaimed then, because a swapped lease gives
-    // it up.
+    // `path`: final path of the lease, on which the grant takes refs first. `host_freed`: the grant
+    // also frees host blocks. `unheld`: nodes whose host copies a swapped lease would give up, so
+    // that they can be reclaimed.
     Forecast(Residency& residency, std::span<const NodeId> path, bool host_freed = false,
              std::vector<NodeId> unheld = {})
         : residency_(residency),
@@ -38,7 +38,7 @@ class Residency::Forecast {
                        residency.evictable_.queued_host() > static_cast<std::uint32_t>(on_host);
     }
 
-    // Device blocks of the path that count as evictable, until the lease has its refs.
+    // Number of device blocks of the path that count as evictable until the lease has its refs.
     std::uint32_t evictable_path() const {
         const auto counts = [this](NodeId node) {
             return tree_[node].has(kDeviceValid) && residency_.evictable_.is_listed(node);
@@ -49,7 +49,7 @@ class Residency::Forecast {
 
     std::uint32_t free_blocks() const { return free_; }
 
-    // The result of make_room(), if it were called now.
+    // Returns what make_room() would return now.
     bool can_make_room(std::uint32_t blocks) {
         NodeId node = residency_.evictable_.device_front();
         for (; node != kNone && free_ < blocks;
@@ -63,9 +63,9 @@ class Residency::Forecast {
         return free_ >= blocks;
     }
 
-    // After can_make_room() was false: Saver::take_write_backs() would find nothing to save,
-    // because the host has no room at all, and would allow the first blocks in its way to be
-    // dropped.
+    // Call after can_make_room() was false. Returns true if Saver::take_write_backs() would find
+    // nothing to save, because the host has no room at all, and would let eviction drop the first
+    // unsaved blocks.
     bool may_drop_unsaved(std::uint32_t wanted_blocks) {
         if (blocked_ == kNone || tree_[blocked_].has(kHostLoading)) return false;
         std::vector<NodeId> dirty;
@@ -78,7 +78,7 @@ class Residency::Forecast {
             if (is_unsaved(node)) dirty.push_back(node);
             ++ready;
         };
-        // A parent without a child on the device is at the front.
+        // A parent whose last child on the device is gone returns to the front.
         if (tree_.run(blocked_).has(kParked) || deferred_.contains(blocked_)) look_at(blocked_);
         for (NodeId node = residency_.evictable_.device_front(); node != kNone && ready < target;
              node = residency_.evictable_.after_on_device(node)) {
@@ -101,7 +101,8 @@ class Residency::Forecast {
         return true;
     }
 
-    // Device ids that would be free and that a transfer may write, as in Grants::fit_writable().
+    // Number of device ids that would be free and that a transfer may write, as in
+    // Grants::fit_writable().
     std::uint32_t writable_blocks() const {
         const auto is_writable = [this](NodeId node) {
             return residency_.device_.is_writable(tree_[node].device);
@@ -110,7 +111,7 @@ class Residency::Forecast {
         return residency_.device_.writable_blocks() + static_cast<std::uint32_t>(count);
     }
 
-    // The grant gives up its path from block `blocks` on.
+    // Removes the blocks from `blocks` on from the path, because the grant gives them up.
     void shorten_path(std::size_t blocks) {
         for (std::size_t i = blocks; i < lease_path_.size(); ++i) path_.erase(lease_path_[i]);
     }
@@ -132,7 +133,7 @@ class Residency::Forecast {
         return tree_.children(node) > dropped;
     }
 
-    // look_ahead() would save the node.
+    // Returns true if look_ahead() would save the node.
     bool is_unsaved(NodeId node) const {
         return !is_saved(tree_[node]) && residency_.can_save(node);
     }
@@ -144,8 +145,9 @@ class Residency::Forecast {
         return !may_go && host_usable_;
     }
 
-    // evict_one_device() with `node` at the front; then `node` is what came to the front instead,
-    // or kNone for the next of the queue. Returns the node that stops eviction, or kNone.
+    // Forecasts evict_one_device() with `node` at the front. Returns the node that stops eviction,
+    // or kNone. Sets `node` to the parent that returns to the front, or to kNone if the next node
+    // of the queue follows.
     NodeId attempt(NodeId& node) {
         const Node& n = tree_[node];
         if (n.pins > 0 || device_children(node) > 0) {
@@ -156,7 +158,7 @@ class Residency::Forecast {
         }
         if (must_save(node)) return node;
         const bool dropped = !n.has(kHostValid);
-        host_freed_ |= dropped && has_child(node);  // the host copies below are dropped too
+        host_freed_ |= dropped && has_child(node);  // the host copies below it are dropped, too
         host_usable_ |= !dropped || host_freed_;
         ++free_;
         gone_.insert(node);
@@ -171,7 +173,8 @@ class Residency::Forecast {
         return kNone;
     }
 
-    // Returns true if make_host_room() would free a block while the host copies of `clean` stay.
+    // Returns true if make_host_room() would free a block without reclaiming host copies of
+    // `clean`.
     bool host_has_room(const std::unordered_set<NodeId>& clean) const {
         if (residency_.host_.free_blocks() > 0 || host_freed_) return true;
         if (any_host_copy([&](NodeId copied) {
@@ -215,7 +218,7 @@ class Residency::Forecast {
     std::unordered_set<NodeId> deferred_;
     std::unordered_set<NodeId> droppable_;
     std::unordered_map<NodeId, std::pair<std::uint32_t, std::uint32_t>>
-        gone_children_;  // children that the forecast has dropped, by parent
+        gone_children_;  // by parent: children evicted, and children dropped
 };
 
 }  // namespace aiokv

@@ -9,20 +9,21 @@ namespace aiokv {
 void Residency::list_host_copy(NodeId node) {
     const Node& n = tree_[node];
     if (!n.has(kDetached) && n.has(kHostValid) && n.has(kDeviceValid) && n.holds == 0) {
-        // A block without refs will soon be evicted from the device; blocks in use, last.
+        // The device evicts blocks without refs soon, and blocks with refs last.
         tree_.refs(node) > 0 ? host_copies_.add_first(n.host, node)
                              : host_copies_.add_last(n.host, node);
     }
 }
 
-// A save of a block of the open step begins when that step is closed, for which the caller may be
-// needed. So only write-back waits for it; the other policies evict the block unsaved.
+// Returns true if eviction may wait for a save of the node. A save of a block of the open step
+// begins when the step is closed, which may depend on the caller. So only write-back waits for it;
+// the other policies evict the block unsaved.
 bool Residency::can_save(NodeId node) const {
     return config_.write_policy == SavePolicy::kWriteBack ||
            device_.is_writable(tree_[node].device);
 }
 
-// Evicting the node now would lose a block that the policy promised to keep.
+// Returns true if evicting the node now would lose a block that the write policy must save.
 bool Residency::must_save(NodeId node) const {
     const Node& n = tree_[node];
     if (config_.write_policy == SavePolicy::kNone || n.has(kHostValid | kBackupFailed) ||
@@ -67,7 +68,7 @@ Residency::Ahead Residency::look_ahead(std::uint32_t target, Unsaved unsaved) {
 }
 
 void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
-    // Blocks with kAhead or kParked were saved because they are evicted soon; others were not.
+    // Blocks with kAhead or kParked are evicted soon, so they were saved for that; others were not.
     reclaim_host_copies(blocks, [&](NodeId node) {
         return host_copies_.size() <= config_.low_watermark_blocks ||
                (near_blocks > 0 && (tree_[node].has(kAhead) || evictable_.is_deferred(node)));
@@ -86,7 +87,8 @@ void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
     });
 }
 
-// Until `blocks` host ids are free; not those of nodes that `stays` names.
+// Reclaims host copies until `blocks` host ids are free, except those for which stays(node) is
+// true.
 template <class Stays>
 void Residency::reclaim_host_copies(std::size_t blocks, Stays stays) {
     BlockId host = host_copies_.first();
@@ -108,7 +110,7 @@ void Residency::reclaim_host_copy(BlockId host) {
     ++reclaimed_host_copies_;
 }
 
-// Asked first, so that an attempt without success evicts nothing.
+// Call before an attempt, so that an attempt without success evicts nothing.
 bool Residency::could_make_host_room(std::size_t blocks) const {
     return std::size_t{host_.free_blocks()} + host_copies_.size() + evictable_.idle_host() >=
            blocks;

@@ -59,7 +59,7 @@ void Residency::forget_host() {
         uncounted_.evicted_host += is_on_host_alone(node);
     }
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
-        if (is_on_host_alone(node)) drop(node);  // and its subtree
+        if (is_on_host_alone(node)) drop(node);  // including its subtree
     }
     count_as(EvictionCause::kSleep);
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
@@ -92,7 +92,7 @@ void Residency::resize_device(std::uint32_t blocks) {
     std::vector<bool> leaves(device_.capacity(), false);
     for (const NodeId node : leaving) {
         const Node& n = tree_[node];
-        // A dropped block without refs and pins stays until the save of its host copy has ended.
+        // A dropped block without refs and pins exists until the save of its host copy has ended.
         if (tree_.refs(node) > 0 || n.pins > 0 || n.has(kDetached)) {
             throw resize_refused(device_.capacity(), blocks, n.device, "leased or being copied");
         }
@@ -102,7 +102,8 @@ void Residency::resize_device(std::uint32_t blocks) {
         }
         leaves[static_cast<std::size_t>(n.device)] = true;
     }
-    // A swap owns blocks that neither a lease nor the index has, once the lease was released.
+    // After the release of a swapped lease, its transfer owns blocks that neither a lease nor the
+    // index has.
     for (std::uint32_t id = blocks; id < device_.capacity(); ++id) {
         const auto block = static_cast<BlockId>(id);
         if (!leaves[id] && !device_.is_free(block)) {

@@ -29,7 +29,7 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
     for (std::size_t i = 0; i < nodes.size(); ++i) {
         Node& n = tree_[nodes[i]];
         --n.pins;
-        if (i >= good) continue;  // stays resident, not valid, until it is dropped below
+        if (i >= good) continue;  // resident but not valid, until it is dropped below
         n.clear(kDeviceLoading);
         gain(nodes[i], kDeviceValid);
         list_host_copy(nodes[i]);
@@ -51,7 +51,7 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
     }
 }
 
-// No lease waits for it any more: the blocks stay host blocks.
+// Ends an onload that no lease waits for any more. Its blocks stay on the host.
 void Residency::cancel_onload(const Transfer& transfer) {
     for (std::size_t i = transfer.nodes.size(); i-- > 0;) {
         const NodeId node = transfer.nodes[i];
@@ -61,8 +61,9 @@ void Residency::cancel_onload(const Transfer& transfer) {
             free_if_unowned(node);
             continue;
         }
-        // A lease that computed the same block meanwhile has put its refs, and perhaps a child,
-        // on this copy. Without it the path would have a hole; that lease publishes its own.
+        // A lease that computed the same block meanwhile may have refs, or even a child, on this
+        // copy. Its path would have a gap without the block, so drop it: that lease publishes its
+        // own copy.
         if (tree_.refs(node) > 0 || tree_.has_device_child(node)) {
             drop(node);
             continue;

@@ -7,8 +7,8 @@
 namespace aiokv {
 namespace {
 
-constexpr double kBasePrior = 1;     // returns that the mean of all ages weighs against one age
-constexpr double kFactorPrior = 20;  // returns that a factor of 1 weighs
+constexpr double kBasePrior = 1;     // weight, in returns, of the mean of all ages
+constexpr double kFactorPrior = 20;  // weight, in returns, of the factor 1
 constexpr double kLevelsPerOctave = 3;
 constexpr double kLevelOfOne = 8;
 
@@ -69,7 +69,8 @@ void ReturnRates::fade(double keep) {
     }
 }
 
-// The rate of each age: what returned at it, by what the factors make of who waited.
+// Computes the rate of each age: the returns at that age, divided by the waiting stretches weighted
+// with their factors.
 void ReturnRates::fit_base() {
     Ages returned{};
     Ages waited{};
@@ -92,10 +93,11 @@ void ReturnRates::fit_base() {
     }
 }
 
-// Each factor in turn, given the others: what returned, by what was to be expected without it.
+// Computes each factor in turn, given the others: the returns, divided by the returns expected
+// without that factor.
 void ReturnRates::fit_factors() {
     Classes returned{};
-    Classes expected{};  // at factor 1
+    Classes expected{};  // expected returns if all factors were 1
     for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
         for (std::uint32_t b = 0; b < kBuckets; ++b) {
             returned[c] += returns_[c][b];
@@ -116,7 +118,8 @@ void ReturnRates::fit_factors() {
     }
 }
 
-// Factors and base are known up to a constant: let the mean factor of who waits be 1.
+// Factors and base are determined only up to a constant. Sets the mean factor of waiting stretches
+// to 1.
 void ReturnRates::center_factors() {
     double waited = 0;
     double weighted = 0;
@@ -133,8 +136,8 @@ void ReturnRates::center_factors() {
     for (double& rate : base_) rate *= mean;
 }
 
-// For each level and age, the best ratio of hits to time over all times to keep waiting. The inner
-// loops are over the levels, so that they can be vectorized.
+// Computes, for each level and age, the best ratio of hits to time over all waiting times. The
+// inner loops are over the levels, so that the compiler can vectorize them.
 void ReturnRates::rank() {
     using Levels = std::array<double, kLevels>;
     std::array<Levels, kBuckets> stay;  // share of those at the start of the bucket that are still

@@ -9,12 +9,12 @@ namespace {
 
 constexpr std::uint64_t kMinEpochBlocks = 1024;
 constexpr std::uint64_t kMinLearnBlocks = 32768;
-constexpr std::uint64_t kSweepCapacities = 4;  // asked for, until the whole list was looked at
+constexpr std::uint64_t kSweepCapacities = 4;  // requested capacities per sweep of the whole list
 constexpr std::uint32_t kSampledRoom =
-    8192;  // stretches that fit a tier; above, a sample is listed
+    8192;  // largest tier, in stretches, that is listed without sampling
 constexpr std::uint32_t kMaxSampleShift = 3;
 constexpr double kFade = 0.008;  // share of learnt counts that fades per requested capacity
-// A step up in uses is taken by one of so many.
+// Number of uses, on average, after which the count of uses moves up by one.
 constexpr std::array<std::uint32_t, ReuseFeatures::kUses> kUsesPerStep{1, 1, 1, 1, 4, 8, 24, 0};
 constexpr std::array<std::uint64_t, 3> kGapUnits{96, 256, 768};  // 1.5, 4, 12 capacities
 
@@ -68,7 +68,7 @@ ReuseModel::ReuseModel(std::uint32_t block_tokens, std::uint32_t capacity_blocks
       ghosts_((GhostList::kWindowUnits * unit_) >> (stretch_shift_ + sample_shift_)),
       rates_(GhostList::kWindowUnits) {}
 
-// The last block of a stretch stands for it.
+// A stretch has the fingerprint of its last block.
 void ReuseModel::fingerprint(std::span<const std::int32_t> tokens, std::uint64_t seed) {
     const std::size_t stretch_tokens = std::size_t{block_tokens_} << stretch_shift_;
     keys_.clear();
@@ -82,7 +82,8 @@ void ReuseModel::fingerprint(std::span<const std::int32_t> tokens, std::uint64_t
     }
 }
 
-// Rests take room like full stretches. Called last: the ghost list has full stretches only.
+// Adds the rest behind the last full stretch, because it takes room in a tier. Call last: the ghost
+// list has full stretches only.
 void ReuseModel::fingerprint_rest(std::span<const std::int32_t> tokens, std::uint64_t seed) {
     const std::size_t stretch_tokens = std::size_t{block_tokens_} << stretch_shift_;
     const std::size_t rest = tokens.size() - keys_.size() * stretch_tokens;
@@ -92,8 +93,8 @@ void ReuseModel::fingerprint_rest(std::span<const std::int32_t> tokens, std::uin
     if ((key >> 32) * stretch_tokens >> 32 < rest) keys_.push_back(key);
 }
 
-// known_: the entries of the leading stretches of the sample that the list knows; a lone gap, whose
-// entry was replaced, is bridged (nullptr).
+// Sets known_ to the list's entries of the leading sampled stretches. A single missing entry, which
+// was replaced, becomes nullptr; two end the known part.
 void ReuseModel::find_known() {
     known_.clear();
     for (std::size_t i = 0; i < sample_.size(); ++i) {
@@ -106,8 +107,9 @@ void ReuseModel::find_known() {
     }
 }
 
-// A conversation that goes on hands its uses and its gap on to what it adds; a shared prefix,
-// where prompts part again and again, says nothing about what follows it.
+// Returns the features of the stretches that the prompt adds. If a conversation continues, they get
+// its uses and gap. If prompts have diverged behind the known prefix before, that prefix says
+// nothing about what follows it.
 ReuseFeatures ReuseModel::first_use_of_rest() {
     const std::size_t added = (sample_.size() - known_.size()) << sample_shift_;
     ReuseFeatures features{0, added_of(added), 0};
@@ -123,14 +125,14 @@ ReuseFeatures ReuseModel::first_use_of_rest() {
 
 void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t seed,
                          std::vector<ReuseClass>& classes) {
-    close_epoch();  // before the prompt: who waits for it is younger than who waits for the next
+    close_epoch();  // before the prompt, whose stretches begin to wait after it
     fingerprint(tokens, seed);
     find_known();
     const std::uint64_t asked_at = now_;
     const ReuseFeatures rest = first_use_of_rest();
     const auto random = static_cast<std::uint32_t>(mix(clock_, seed) >> 32);
     clock_ += (tokens.size() + block_tokens_ - 1) / block_tokens_;
-    now_ = clock_ / unit_;  // blocks wait from when the prompt has been served
+    now_ = clock_ / unit_;  // stretches wait from the end of their prompt
     ReuseFeatures features = rest;
     classes.clear();
     classes.reserve(keys_.size() + 1);
@@ -149,10 +151,11 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
         entry.added = (features.added + 1) & 3;
         entry.gap = features.gap & 7;
         entry.time = now_ & 0xfff;
-        classes.resize(sample_[i] + 1, features.reuse_class());  // and of those before it
+        classes.resize(sample_[i] + 1, features.reuse_class());  // also for the stretches before it
     }
     classes.resize(keys_.size(), features.reuse_class());
-    // Tokens after the last full stretch were seen once: the next turn may write it differently.
+    // Tokens behind the last full stretch count as used once, because the next turn may write them
+    // differently.
     classes.push_back(ReuseFeatures{0, rest.added, 0}.reuse_class());
     fingerprint_rest(tokens, seed);
 }
@@ -170,7 +173,8 @@ void ReuseModel::close_epoch() {
     ++epoch_;
 }
 
-// Count who waits, in a part of the list that stands for all of it: the whole in four capacities.
+// Counts the waiting stretches in a part of the list that represents all of it. The whole list is
+// counted once per four capacities.
 void ReuseModel::sweep(std::uint64_t blocks) {
     const std::size_t size = ghosts_.size();
     const auto part = static_cast<std::size_t>(

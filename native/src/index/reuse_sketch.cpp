@@ -11,7 +11,7 @@ namespace {
 constexpr std::uint64_t kCountersPerOffer = 16;
 constexpr std::uint64_t kMinCounters = 1 << 12;
 constexpr std::uint64_t kMaxCounters = 1 << 24;
-constexpr std::uint8_t kOffer = 2;  // 1 after the first halving, 0 after the second
+constexpr std::uint8_t kOffer = 2;  // becomes 1 at the first halving, 0 at the second
 constexpr std::uint32_t kMostOffers = 127;
 
 std::uint64_t counters_for(std::uint64_t period) {

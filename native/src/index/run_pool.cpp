@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::uint32_t kWordIds = 64;
 
-// Bit i of the result: bits i to i + length - 1 are set.
+// Returns a word whose bit i is set if bits i to i + length - 1 of `word` are set.
 std::uint64_t starts_of_runs(std::uint64_t word, std::uint32_t length) {
     for (std::uint32_t have = 1; have < length;) {
         const std::uint32_t step = std::min(have, length - have);
@@ -54,13 +54,14 @@ RunPool::Runs RunPool::runs_of(std::uint64_t word) {
             static_cast<std::uint32_t>(std::countl_one(word)), longest_run(word)};
 }
 
-// The runs of two neighbouring halves of `half` ids each.
+// Returns the runs of two neighbouring halves, with `half` ids each, together.
 RunPool::Runs RunPool::join(const Runs& a, const Runs& b, std::uint32_t half) {
     return {a.first == half ? half + b.first : a.first, b.last == half ? half + a.last : b.last,
             std::max({a.longest, b.longest, a.last + b.first})};
 }
 
-// The word has changed: so do the nodes above it, up to one that stays as it was.
+// Call after a word has changed. Updates the nodes above it, up to the first one that does not
+// change.
 void RunPool::update(std::size_t word) {
     std::size_t node = leaves_ + word;
     Runs runs = runs_of(words_[word]);
@@ -72,7 +73,7 @@ void RunPool::update(std::size_t word) {
     }
 }
 
-// The lowest id at which `length` free ids begin. Requires that there is one.
+// Returns the lowest id at which `length` free ids begin. Requires that there is one.
 std::uint32_t RunPool::find(std::uint32_t length) const {
     std::size_t node = 1;
     std::size_t width = leaves_ * kWordIds;

@@ -19,7 +19,8 @@ void Saver::queue(NodeId node) {
 
 TransferId Saver::take_backups() {
     std::vector<NodeId> nodes;
-    // The last entry of a node counts: an earlier one is that of a block that was evicted unsaved.
+    // Of several entries of a node, the last one counts: the others are those of blocks that were
+    // evicted unsaved.
     for (const NodeId node : std::views::reverse(queue_)) {
         Node& n = tree_[node];
         if (!n.has(kBackupQueued)) continue;
@@ -46,8 +47,9 @@ TransferId Saver::take_write_backs(std::uint32_t wanted_blocks) {
         target, wanted_blocks > 0 ? Residency::Unsaved::kDropped : Residency::Unsaved::kKept);
     residency_.make_host_room(dirty.size(), target - std::min(target, free));
     if (passed_open_step) residency_.restart_look_ahead();  // they can be saved later
-    // No host room for all: the oldest, which lie below the others, are not saved. When a request
-    // waits for device ids, they may be dropped, or the request would wait without end.
+    // The host has no room for all. The oldest nodes, which are below the others, are not saved. If
+    // a request waits for device ids, they may be dropped, because the request would otherwise wait
+    // forever.
     const std::size_t room = host_.free_blocks();
     if (dirty.size() > room) {
         if (wanted_blocks == 0) residency_.restart_look_ahead();

@@ -7,7 +7,7 @@
 namespace aiokv {
 namespace {
 
-// Chosen like those of LeadTest on tests/harness/trace_families.py, seeds below 200.
+// Chosen with tests/harness/trace_families.py, seeds below 200, like the constants of LeadTest.
 constexpr double kSwitchCost = 0.125;  // hits that a change costs, as a share of the capacity
 constexpr std::uint32_t kSampledRoom = 1024;  // least capacity of a shadow cache in stretches
 

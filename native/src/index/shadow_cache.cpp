@@ -58,7 +58,7 @@ std::uint32_t ShadowCache::use(std::span<const std::uint64_t> keys,
         prompt_.push_back(id);
     }
     while (held_ + missing > room_ && queue_.size() > 0) evict_one();
-    for (std::size_t i = keys.size(); i-- > 0;) {  // deepest first, as a lease is released
+    for (std::size_t i = keys.size(); i-- > 0;) {  // deepest first, like the release of a lease
         if (prompt_[i] == kNil) prompt_[i] = insert(static_cast<std::uint32_t>(keys[i]));
         stretches_[prompt_[i]].reuse_class = has_classes_ ? classes[i] : ReuseClass{0};
         queue_.push_back(prompt_[i]);

@@ -63,7 +63,7 @@ SlidingWindows::SlidingWindows(const CoreConfig& config, Index& index, const Lea
     }
 }
 
-// The entries of a hit that a lease has ids for: those of the sink, and those of the window.
+// Visits the entries of a hit for which a lease has ids: those of the sink and those of the window.
 template <class Visit>
 void SlidingWindows::for_each_needed(const WindowGroup& group, std::size_t hits, Visit visit) {
     const std::size_t first = hits - std::min<std::size_t>(hits, group.pool.tail_blocks());
@@ -166,8 +166,8 @@ void SlidingWindows::take(Lease& lease) {
     }
 }
 
-// The ids of the sink and the window of the hit. Those on the device get their reader first: they
-// must not be evicted to make room for the others.
+// Takes the ids of the sink and of the window of the hit. Ids on the device get their reader first,
+// so that making room for the others does not evict them.
 void SlidingWindows::take_hit(WindowGroup& group, WindowTable& window, Lease& lease) {
     const std::size_t hits = lease.path.size();
     window.first =
@@ -187,7 +187,7 @@ void SlidingWindows::take_hit(WindowGroup& group, WindowTable& window, Lease& le
     if (!absent.empty()) onload(group, window, lease, absent);
 }
 
-// Brings these entries of the table, which have no ids, from host memory.
+// Copies these entries of the table from host memory. They have no ids yet.
 void SlidingWindows::onload(WindowGroup& group, WindowTable& window, Lease& lease,
                             std::span<const std::size_t> entries) {
     Move move;
@@ -204,7 +204,8 @@ void SlidingWindows::onload(WindowGroup& group, WindowTable& window, Lease& leas
     lease.onloads.push_back(transfers_.begin_move(std::move(move)));
 }
 
-// Gives the window table as many entries as the lease has blocks, and adapts the reserve.
+// Gives the window table as many entries as the lease has blocks, and adapts the number of reserved
+// ids.
 void SlidingWindows::fit_group(WindowGroup& group, WindowTable& window, const Lease& lease,
                                Step step) {
     const auto total = static_cast<std::uint32_t>(lease.table.size());
@@ -222,7 +223,7 @@ void SlidingWindows::fit(Lease& lease, Step step) {
     }
 }
 
-// Ids as far as the reach goes; there always are enough, for they are set aside.
+// Takes ids up to the reach of the group. They always suffice, because they are reserved.
 void SlidingWindows::fill(WindowGroup& group, WindowTable& window) {
     const auto total = static_cast<std::uint32_t>(window.table.size());
     const std::uint32_t behind = std::min(window.first, group.pool.head_blocks());
@@ -230,7 +231,7 @@ void SlidingWindows::fill(WindowGroup& group, WindowTable& window) {
     for (; window.end < end; ++window.end) window.table[window.end] = group.take();
 }
 
-// First proof wins.
+// The first proven copy is kept.
 void SlidingWindows::publish(Lease& lease, std::size_t first) {
     for (std::size_t g = 0; g < lease.windows.size(); ++g) {
         WindowGroup& group = groups_[g];
@@ -239,7 +240,7 @@ void SlidingWindows::publish(Lease& lease, std::size_t first) {
             if (i < window.first && !group.is_sink(i)) continue;
             const NodeId node = lease.path[i];
             if (index_.tree()[node].has(kDetached) || group.pool.find(node) != kNoBlock) continue;
-            if (group.pool.readers(window.table[i]) > 0) continue;  // read for a dropped node
+            if (group.pool.readers(window.table[i]) > 0) continue;  // still read for a dropped node
             group.attach(node, window.table[i]);
             group.pool.add_reader(window.table[i]);
             group.note_use(window.table[i]);
@@ -294,7 +295,7 @@ bool SlidingWindows::is_onloading(const Lease& lease, std::size_t group) const {
     });
 }
 
-// Each lease may grow by a block while the save reads its sources.
+// Each lease may need one more block while the save reads its sources.
 TransferId SlidingWindows::take_save() {
     const std::uint32_t growing = leases_.with_blocks();
     for (WindowGroup& group : groups_) {
@@ -320,7 +321,7 @@ void SlidingWindows::orphan_move(Lease& lease, TransferId id, Step step) {
     transfers_.orphan_move(id);
 }
 
-// First proof wins: a block that has an id on the device again keeps that one.
+// The first proven copy is kept: a block that has an id on the device again keeps that id.
 void SlidingWindows::finish_move(const Move& move, std::uint32_t good, bool failed) {
     WindowGroup& group = groups_[static_cast<std::size_t>(move.group)];
     const auto blocks = static_cast<std::uint32_t>(move.targets.size());
@@ -346,7 +347,7 @@ std::uint32_t SlidingWindows::max_extend_tokens(const Lease& lease) const {
     return static_cast<std::uint32_t>(reach);
 }
 
-// One group: its ids, their readers, and what is set aside.
+// Checks one group: its ids, their readers, and the reserved ids.
 void SlidingWindows::check_group(Report& report, std::size_t g) const {
     const WindowGroup& group = groups_[g];
     Ownership ids = report.pool("window", group.pool.capacity());

@@ -54,8 +54,8 @@ bool Swaps::begin(Lease& lease, Step step) {
         lease.swap_transfer =
             saver_.start_offload(std::move(unsaved), {lease.id(), tail, lease.tail_host});
     }
-    // The copy waits for the steps that computed the blocks; the next owner of their ids, for all
-    // of the steps.
+    // The copy waits only for the steps that computed the blocks. The next owner of their ids waits
+    // for all steps.
     const Step last = lease.last_use(step);
     device_.use_in(lease.table, last);
     auxiliary_.use_in(lease, last);
@@ -73,7 +73,7 @@ void Swaps::finish(Lease& lease, bool copied) {
         publication_.announce(lease);
         return;
     }
-    uses_.forget(lease);  // without refs, the node that has the flag may be dropped
+    uses_.forget(lease);  // the flagged node may be dropped once the lease has no refs
     residency_.free_table(lease, 0);
     leases_.move(lease, LeaseState::kSwapped);
     lease.num_tokens = 0;
@@ -105,10 +105,10 @@ void Swaps::trim(Lease& lease) {
     lease.computed_tokens = static_cast<std::uint32_t>(intact) * config_.block_tokens;
 }
 
-// A swapped lease keeps its state slot and windows as long as no other lease needs them: it waits
-// in line like others, and must not delay leases in front of it. Without them it resumes at the
-// deepest boundary that can be hit. While a lease computes, callers wait for its end instead; a pin
-// may never end.
+// A swapped lease keeps its state slot and windows only until another lease needs them: it waits in
+// line, and must not delay leases in front of it. Without them, it resumes at the deepest boundary
+// that can be hit. While another lease computes, callers wait for its end instead, but a pin may
+// never end.
 bool Swaps::make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks) {
     if (auxiliary_.has_room(lease, total_blocks)) return true;
     auto victim = may_take_from_swapped() ? leases_.begin() : leases_.end();

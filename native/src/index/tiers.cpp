@@ -21,7 +21,7 @@ void Tiers::require_idle(const char* tier, bool swapped_too) const {
 }
 
 void Tiers::forget_device() {
-    // A swapped lease has its recurrent state and windows on the device.
+    // A swapped lease still has its recurrent state and windows on the device.
     require_idle("device", auxiliary_.exist());
     auxiliary_.forget_device();
     residency_.forget_device();
@@ -60,8 +60,8 @@ void Tiers::resize_device(std::int64_t blocks) {
             .field("device_blocks")
             .hint("resize again when that step has finished");
     }
-    // A pending resize is tried again at each release. So scan the nodes again only when a
-    // transfer or a step has ended, and the leases from the one on that was in the way last.
+    // A pending resize is tried again at each release. So scan the nodes only when a transfer or a
+    // step has ended, and begin with the lease that prevented the last attempt.
     const ResizeTry attempt{blocks, transfers_.ended(), device_.finished_step()};
     if (attempt == refused_resize_) {
         throw UsageError("cannot resize the device pool to " + std::to_string(blocks) +

@@ -23,7 +23,7 @@ void Uses::await(Lease& lease) {
 std::vector<LeaseId> Uses::take() {
     std::vector<LeaseId> used;
     used.swap(used_);
-    std::erase_if(used, [this](LeaseId id) {  // released meanwhile
+    std::erase_if(used, [this](LeaseId id) {  // skips leases that were released meanwhile
         return !leases_.is_open(id);
     });
     return used;

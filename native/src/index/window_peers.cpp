@@ -1,12 +1,12 @@
-// Sliding windows that come from a peer, or go to one: the part of the table that is needed behind
-// some position, and the jump of a table to there.
+// Sliding windows that come from a peer or go to one: the part of the table that is needed behind a
+// position, and how a table moves there.
 #include <algorithm>
 
 #include "aiokv/sliding_windows.hpp"
 
 namespace aiokv {
 
-// The first block of the window of the next position.
+// Returns the first block of the window of the next position.
 std::uint32_t SlidingWindows::first_needed(const WindowGroup& group,
                                            std::uint32_t num_tokens) const {
     const std::uint32_t seen = std::min(num_tokens, group.window_tokens - 1);

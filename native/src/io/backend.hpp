@@ -10,7 +10,7 @@
 
 namespace aiokv {
 
-// A backend ends each job by IoCompletions::end(). Methods are thread-safe, but for close().
+// A backend ends each job by IoCompletions::end(). All methods but close() are thread-safe.
 class IoBackend {
   public:
     IoBackend() = default;
@@ -20,7 +20,8 @@ class IoBackend {
 
     virtual const char* name() const = 0;
 
-    // Ends `job`, whose request is ignored, when the kernel has mapped the memory or has refused.
+    // Registers memory, and ends `job` when the kernel has mapped it or has refused. The request of
+    // `job` is ignored.
     virtual void register_buffer(std::uint64_t address, std::size_t num_bytes, IoJob job) = 0;
 
     virtual void submit(std::span<const IoRequest> requests, std::uint64_t batch) = 0;

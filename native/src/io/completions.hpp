@@ -27,7 +27,7 @@ class IoCompletions {
   public:
     int fd() const { return event_.fd(); }
 
-    // Opens a batch, and returns its number.
+    // Opens a batch and returns its number.
     std::uint64_t open(std::size_t num_jobs) {
         std::lock_guard lock(mutex_);
         num_pending_ += num_jobs;
@@ -65,7 +65,7 @@ class IoCompletions {
         return num_pending_;
     }
 
-    // Closes the eventfd. Results stay.
+    // Closes the eventfd. Results can still be read.
     void close() {
         std::lock_guard lock(mutex_);
         event_.close();
@@ -79,7 +79,7 @@ class IoCompletions {
     mutable std::mutex mutex_;
     EventFd event_;
     std::deque<IoResult> results_;
-    std::unordered_map<std::uint64_t, std::size_t> left_;  // jobs to end, by batch
+    std::unordered_map<std::uint64_t, std::size_t> left_;  // unfinished jobs, by batch
     std::uint64_t last_batch_ = 0;
     std::size_t num_pending_ = 0;
 };

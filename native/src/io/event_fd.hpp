@@ -27,7 +27,7 @@ class EventFd {
     void signal() const {
         const std::uint64_t one = 1;
         [[maybe_unused]] const auto written =
-            ::write(fd_, &one, sizeof one);  // EAGAIN: is readable
+            ::write(fd_, &one, sizeof one);  // EAGAIN: already readable
     }
 
     void drain() const {

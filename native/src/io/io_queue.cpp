@@ -16,7 +16,7 @@
 namespace aiokv {
 namespace {
 
-std::atomic<std::uint64_t> forks{0};  // forks since the first queue, with those of ancestors
+std::atomic<std::uint64_t> forks{0};  // forks since the first queue, including those of ancestors
 
 std::uint64_t fork_generation() {
     static const int registered =
@@ -70,7 +70,8 @@ void check(const IoRequest& request, bool direct) {
     }
 }
 
-// One query per run of requests with the same file. A wrong descriptor is the kernel's to report.
+// Queries each file once per run of requests. Ignores a wrong descriptor, which the kernel will
+// report.
 void check_all(std::span<const IoRequest> requests) {
     int fd = -1;
     bool direct = false;
@@ -102,7 +103,8 @@ IoQueue::~IoQueue() {
         close();
         return;
     }
-    // The ring and the threads belong to the parent process; locks may have been held.
+    // The ring and the threads belong to the parent process, and its locks may have been held at
+    // the fork.
     static_cast<void>(backend_.release());
     static_cast<void>(completions_.release());
 }

@@ -14,9 +14,9 @@ namespace aiokv {
 
 using TagSet = std::unordered_set<std::uint64_t>;
 
-// Reads go before writes and flushes, because requests for tokens wait for reads; but of
-// kTurn jobs that are taken, one is a write or a flush, if there is one. Otherwise first in, first
-// out. Not thread-safe.
+// Takes reads before writes and flushes, because requests for tokens wait for reads. But one of
+// every kTurn jobs is a write or a flush, if there is one. Otherwise first in, first out. Not
+// thread-safe.
 class JobLine {
   public:
     static constexpr int kTurn = 8;
@@ -33,7 +33,7 @@ class JobLine {
         }
     }
 
-    // If `others` is false, takes a read; the line must have one.
+    // If `others` is false, takes a read, of which there must be one.
     IoJob take(bool others = true) {
         const bool turn_of_others = ++reads_in_turn_ >= kTurn && !others_.empty();
         if (!reads_.empty() && !(turn_of_others && others)) return take_from(reads_);

@@ -1,4 +1,4 @@
-// Pages of a buffer that is about to be registered.
+// Allocates the pages of a buffer that is about to be registered.
 #pragma once
 
 #include <linux/capability.h>
@@ -24,15 +24,16 @@ inline bool may_lock(std::size_t num_bytes) {
     return (data[CAP_TO_INDEX(CAP_IPC_LOCK)].effective & CAP_TO_MASK(CAP_IPC_LOCK)) != 0;
 }
 
-// Let the kernel allocate the pages of a buffer, one huge page per call. A registration allocates
-// missing pages, too, but keeps the address space locked meanwhile, for up to a GiB: other threads
+// Lets the kernel allocate the pages of a buffer, one huge page per call. A registration also
+// allocates missing pages, but locks the address space meanwhile, for up to a GiB: other threads
 // then wait in mmap and munmap.
 inline void populate(std::uint64_t address, std::size_t num_bytes) {
     constexpr std::size_t kStepBytes = std::size_t{2} << 20;
     constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, of Linux 5.14
     for (std::size_t begin = 0; begin < num_bytes; begin += kStepBytes) {
         void* pages = reinterpret_cast<void*>(address + begin);
-        // An old kernel, or memory of a driver: the registration allocates the pages or refuses.
+        // With an old kernel, or memory of a driver, the registration allocates the pages or
+        // refuses.
         if (::madvise(pages, std::min(kStepBytes, num_bytes - begin), kPopulateWrite) != 0) return;
     }
 }

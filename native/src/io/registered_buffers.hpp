@@ -1,4 +1,4 @@
-// RegisteredBuffers: which memory the kernel has mapped for an io_uring, and under which number.
+// RegisteredBuffers: the memory that the kernel has mapped for an io_uring, and its numbers.
 #pragma once
 
 #include <sys/uio.h>
@@ -18,7 +18,8 @@ class RegisteredBuffers {
 
     const std::vector<iovec>& iovecs() const { return pieces_; }
 
-    // Returns the buffers with more memory, which must not overlap them, in order of addresses.
+    // Returns the buffers together with more memory, which must not overlap them, in order of
+    // addresses.
     RegisteredBuffers with(std::uint64_t address, std::size_t num_bytes) const {
         RegisteredBuffers more = *this;
         for (std::size_t begin = 0; begin < num_bytes; begin += kMaxBytes) {
@@ -29,7 +30,7 @@ class RegisteredBuffers {
         return more;
     }
 
-    // The number of the buffer with all of these bytes, if there is one.
+    // Returns the number of the buffer that has all of these bytes, if there is one.
     std::optional<std::uint16_t> find(std::uint64_t address, std::uint32_t length) const {
         auto behind = std::ranges::upper_bound(pieces_, address, {},
                                                [](const iovec& piece) { return begin_of(piece); });

@@ -13,8 +13,8 @@
 namespace aiokv {
 namespace {
 
-// From the cheapest way to run completions, which is in the call that waits for them, to the one
-// that all kernels have.
+// From the flags with the cheapest way to run completions, in the call that waits for them, to the
+// flags that all kernels have.
 constexpr std::array<std::uint32_t, 3> kSetupFlags = {
     uring::kSetupSingleIssuer | uring::kSetupDeferTaskrun,
     uring::kSetupCoopTaskrun,
@@ -102,7 +102,7 @@ void Ring::map() {
     for (std::uint32_t i = 0; i < sq_entries_; ++i) order[i] = i;
 }
 
-// A sandbox may permit the set-up of a ring and refuse its use.
+// A sandbox may permit the setup of a ring and refuse its use.
 void Ring::check_that_it_runs() {
     prepare().opcode = uring::kNop;
     if (const int error = submit_and_wait(1, 0)) refuse("io_uring_enter", error);
@@ -149,8 +149,8 @@ int Ring::enter(unsigned wait_for, const uring::EnterArgument* argument) {
             ::syscall(uring::kSysEnter, ring_.fd, count, wait_for, flags, argument, argument_bytes);
         if (accepted < 0 && errno != EINTR) return errno;
         if (accepted >= 0 && prepared() == 0) return 0;
-        // The kernel stops at an entry that is wrong, whose completion says so, and takes the next
-        // ones in the next call. It waits only if it took all.
+        // The kernel stops at a wrong entry, reports it in its completion, and takes the next
+        // entries in the next call. It waits only if it took all.
         if (accepted == 0) return EAGAIN;
     }
 }

@@ -22,19 +22,20 @@ struct RingRefused : std::runtime_error {
 
 class Ring {
   public:
-    // Throws RingRefused, with the reason.
+    // Throws RingRefused with the reason.
     explicit Ring(unsigned entries);
     ~Ring();  // the kernel must have ended all requests
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // A zeroed entry. When as many are prepared as the ring has, they go to the kernel first.
+    // Returns a zeroed entry. If the ring is full of prepared entries, gives them to the kernel
+    // first.
     uring::Sqe& prepare();
 
-    // Entries that are prepared and not accepted by the kernel.
+    // Number of prepared entries that the kernel has not accepted.
     unsigned prepared() const { return sq_tail_ - load(sq_head_); }
 
-    // Gives prepared entries to the kernel. Returns 0 or the errno; entries that were not accepted
+    // Gives prepared entries to the kernel. Returns 0 or the errno. Entries that were not accepted
     // stay prepared.
     int submit() { return enter(0, nullptr); }
 
@@ -45,7 +46,7 @@ class Ring {
     std::optional<uring::Cqe> next_completion();
     bool has_completion() const;
 
-    // Replaces the registered buffers. Returns 0 or the errno: then there are none.
+    // Replaces the registered buffers. Returns 0, or the errno, after which there are none.
     int register_buffers(const std::vector<iovec>& buffers);
 
   private:

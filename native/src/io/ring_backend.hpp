@@ -8,9 +8,9 @@
 
 namespace aiokv {
 
-// The thread sleeps in the kernel until a request ends or a command arrives. It submits (which
-// maps memory and notifies the device), continues short transfers and starts the next jobs, while
-// the caller's thread is free, or busy with something else.
+// The thread sleeps in the kernel until a request ends or a command arrives. It submits requests
+// (which maps memory and notifies the device), continues short transfers and starts the next jobs,
+// so that the caller's thread does none of this.
 class RingBackend final : public IoBackend {
   public:
     RingBackend(std::size_t entries, IoCompletions& completions);  // throws RingRefused

@@ -1,4 +1,4 @@
-// RingCommands: what other threads ask of the thread of a RingBackend.
+// RingCommands: commands of other threads to the thread of a RingBackend.
 #pragma once
 
 #include <mutex>
@@ -14,7 +14,7 @@ namespace aiokv {
 struct Registration {
     std::uint64_t address;
     std::size_t num_bytes;
-    IoJob job;  // ended when the memory is registered
+    IoJob job;  // ends when the memory is registered
 };
 
 // Thread-safe. Each command makes the eventfd readable until drain().
@@ -62,14 +62,14 @@ class RingCommands {
         event_.signal();
     }
 
-    // Takes everything but the jobs.
+    // Takes all commands except the jobs.
     Taken take() {
         std::lock_guard lock(mutex_);
         return {std::exchange(cancelled_tags_, {}), std::exchange(registrations_, {}), closing_};
     }
 
-    // Calls `start` with the oldest jobs while `has_room` returns true; with reads only while
-    // `may_write` returns false.
+    // Calls `start` with the oldest jobs while `has_room` returns true. While `may_write` returns
+    // false, only with reads.
     template <class HasRoom, class MayWrite, class Start>
     void take_jobs(const HasRoom& has_room, const MayWrite& may_write, const Start& start) {
         std::lock_guard lock(mutex_);

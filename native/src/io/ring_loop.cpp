@@ -11,12 +11,12 @@
 namespace aiokv {
 namespace {
 
-// User data of what is not a transfer; that of a transfer is its slot.
+// User data of entries that are not transfers. The user data of a transfer is its slot.
 constexpr std::uint64_t kCommands = ~std::uint64_t{0};
 constexpr std::uint64_t kCancellation = kCommands - 1;
 constexpr timespec kRetryAfter{.tv_sec = 0, .tv_nsec = 1'000'000};
-// Limit of the written bytes in the kernel while reads are expected, because a later read waits for
-// these writes on the medium. After kManyWrites writes without a read, no reads are expected.
+// Limit of the written bytes in the kernel while reads are expected, because the medium finishes
+// these writes before a later read. After kManyWrites writes without a read, no reads are expected.
 constexpr std::size_t kMostWrittenBytes = std::size_t{32} << 20;
 constexpr std::size_t kManyWrites = 1024;
 

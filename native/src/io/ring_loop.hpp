@@ -14,10 +14,10 @@ namespace aiokv {
 
 class RingLoop {
   public:
-    // At most `entries` transfers are in the kernel. Throws RingRefused.
+    // At most `entries` transfers are in the kernel at a time. Throws RingRefused.
     RingLoop(std::size_t entries, RingCommands& commands, IoCompletions& completions);
 
-    // Starts jobs and ends them, until the commands are closed and nothing is in the kernel.
+    // Starts and ends jobs until the commands are closed and nothing is in the kernel.
     void run();
 
   private:
@@ -39,10 +39,10 @@ class RingLoop {
     IoCompletions& completions_;
     Ring ring_;
     RegisteredBuffers buffers_;
-    std::vector<Registration> registrations_;  // wait until nothing is in the kernel
+    std::vector<Registration> registrations_;  // waiting until nothing is in the kernel
     std::vector<Transfer> transfers_;          // by slot
     std::vector<Slot> free_;
-    std::vector<Slot> continued_;  // their remaining parts must go to the kernel
+    std::vector<Slot> continued_;  // slots of transfers with remaining parts
     bool watches_commands_ = false;
     WakePace pace_;
     std::size_t in_kernel_ = 0;      // commands of all kinds that have not completed

@@ -17,19 +17,19 @@ class Transfer {
     explicit Transfer(const IoJob& job) : job_(job), ended_(false) {}
 
     const IoJob& job() const { return job_; }
-    // The part that has not moved yet:
+    // The part that has not moved yet.
     std::uint64_t address() const { return job_.request.address + moved_; }
     std::uint64_t offset() const { return job_.request.offset + moved_; }
     std::uint32_t length() const { return job_.request.length - moved_; }
 
-    bool ended() const { return ended_; }            // true when there was no job
+    bool ended() const { return ended_; }            // true also without a job
     std::int32_t result() const { return result_; }  // when it has ended
 
     bool cancelled() const { return cancelled_; }
     void cancel() { cancelled_ = true; }
 
-    // Takes what the kernel answered for the remaining part: bytes or -errno. Returns true when
-    // the request has ended, false when what is left of it must be given to the kernel again.
+    // Takes the kernel's answer for the remaining part: bytes or -errno. Returns true if the
+    // request has ended, and false if a part of it must be given to the kernel again.
     bool advance(std::int32_t answer) {
         if (answer < 0) return fail(-answer);
         if (job_.request.operation == IoOperation::kFlush) return end(0);
@@ -43,7 +43,7 @@ class Transfer {
         return at_end ? end(static_cast<std::int32_t>(moved_)) : stop_if_cancelled();
     }
 
-    // Ends the request, of which a part is left, if it was cancelled. Returns true if it was.
+    // Ends an unfinished request if it was cancelled. Returns true if it was.
     bool stop_if_cancelled() { return cancelled_ && end(-ECANCELED); }
 
   private:

@@ -58,7 +58,7 @@ struct Timespec {
     std::int64_t seconds, nanoseconds;
 };
 
-// The last argument of enter with kEnterExtArg.
+// Last argument of io_uring_enter with kEnterExtArg.
 struct EnterArgument {
     std::uint64_t signal_mask;
     std::uint32_t signal_mask_bytes, min_wait_us;

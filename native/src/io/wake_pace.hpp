@@ -1,4 +1,4 @@
-// WakePace: for how many completions a thread sleeps, so that small requests do not cost a wake-up
+// WakePace: how many completions a thread waits for, so that small requests do not cost a wake-up
 // each.
 #pragma once
 
@@ -23,8 +23,8 @@ class WakePace {
             std::max<std::size_t>(1, std::min(expected, in_flight / kMaxShare)));
     }
 
-    // Counts completions since the last call. `busy`: more are to come, so the time until the next
-    // call tells how fast they do.
+    // Counts completions since the last call. `busy`: more will follow, so the time until the next
+    // call is used to measure their rate.
     void count(std::size_t completions, bool busy) {
         const std::int64_t now = now_ns();
         if (was_busy_) {

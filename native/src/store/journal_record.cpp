@@ -5,7 +5,8 @@
 namespace aiokv {
 namespace {
 
-// Both halves of a 128-bit product: each bit of the operands changes about half of the result.
+// Returns both halves of a 128-bit product, combined: each bit of the operands changes about half
+// of the result.
 std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
     __extension__ using Wide = unsigned __int128;
     const Wide product = static_cast<Wide>(a) * b;
@@ -26,7 +27,7 @@ std::uint64_t record_checksum(const JournalRecord& record, std::uint64_t epoch,
         sum = mix(sum ^ words[i], kOdd + 2 * i) ^ std::rotl(words[i] + sum, 29);
     }
     sum = mix(sum ^ kOther, kOdd);
-    return sum == 0 ? 1 : sum;  // zero bytes are no record
+    return sum == 0 ? 1 : sum;  // never 0, so that zero bytes are no record
 }
 
 void stamp_records(std::span<JournalRecord> records, std::uint64_t epoch, std::uint64_t position) {

@@ -9,7 +9,7 @@
 namespace aiokv {
 namespace {
 
-constexpr std::size_t kPrefetched = 16;  // keys whose cache lines are fetched at a time
+constexpr std::size_t kPrefetched = 16;  // keys whose cache lines are prefetched at a time
 
 }  // namespace
 
@@ -42,8 +42,8 @@ std::uint32_t SlotTable::find(const StoreKey& key) const {
     return index_.find(KeyIndex::hash(key), key, slots_);
 }
 
-// Fetches what several keys need before it looks at the first: an index of a large store is not
-// in the processor's caches.
+// Prefetches the lines of several keys before it reads the first, because the index of a large
+// store is not in the processor's caches.
 template <class Visit>
 void SlotTable::find_all(std::span<const StoreKey> keys, SaveTimes times, Visit visit) {
     std::array<std::uint64_t, kPrefetched> hashes;
@@ -221,7 +221,7 @@ std::vector<JournalRecord> SlotTable::snapshot(std::size_t count) {
     return records;
 }
 
-// The replay keeps the state that the process had in memory: the record below wins.
+// Applies records in order, so that the last one wins: that was the state in memory.
 bool SlotTable::replay(const JournalRecord& record) {
     if (record.slot >= capacity_) return false;
     raise_high_water(record.slot);
