@@ -42,7 +42,7 @@ class Channel:
         return cls(*await asyncio.open_unix_connection(sock=connection))
 
     def open(self) -> None:
-        """Tell the other side that calls are answered from now on; one side does it, once."""
+        """Tell the other side that calls are answered from now on. One side calls this, once."""
         self._writer.write(_OPEN)
 
     async def opened(self) -> bool:

@@ -80,7 +80,7 @@ class SenderPort(Protocol[C]):
         """Report a plan; nothing reads its blocks. Idempotent."""
 
     def ended(self, ticket_id: bytes, reason: str) -> None:
-        """Tell that a ticket has ended: no plan of it is taken any more. Idempotent."""
+        """Report that a ticket has ended and takes no plan any more. Idempotent."""
 
 
 class Sender(Generic[C]):

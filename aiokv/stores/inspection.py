@@ -357,7 +357,7 @@ class StoreFiles:
         return Cleaning(**self._common | counts)
 
     def _below(self, part: StoreDirectory, text: str) -> str:
-        """Return the text behind the path of the part below that of the store, if any."""
+        """Return ``text`` with the path of a part, relative to that of the store, before it."""
         place = part.path.relative_to(self._folder)
         return text if place == Path() else f"{place}/{text}"
 
