@@ -117,7 +117,7 @@ class TransferError(AiokvError):
 
 
 class TransferTimeout(AiokvError, TimeoutError):
-    """A layer or a transfer did not arrive within the timeout of a wait; the transfer goes on.
+    """A layer or a transfer did not arrive within the timeout of a wait. The transfer continues.
 
     Its blocks may be incomplete: use none of them, and return none of them, before the transfer has
     ended.

@@ -102,7 +102,7 @@ class Log:
     def __init__(self, name: str) -> None:
         self._name = name
         self._logger = logging.getLogger(name)
-        # With structlog: the wrapper class of its configuration, and its check of a level.
+        # Set with structlog: the wrapper class of its configuration, and the check of a level.
         self._wrapper: object = None
         self._shows: Callable[[int], bool] | None = None
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-EXTREME_TENTHS: Final = 1  # tenths of the weight at each end whose rates are bounded
+EXTREME_TENTHS: Final = 1  # share of the weight, in tenths, at each end whose rates are bounded
 EXTREME_FACTOR: Final = 4.0  # greatest ratio of a measured rate to the median
 
 

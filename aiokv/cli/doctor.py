@@ -1,4 +1,4 @@
-"""``aiokv doctor [--json]``: checks of what aiokv needs on this machine and what makes it slow."""
+"""``aiokv doctor [--json]``: checks of the requirements of aiokv, and of causes of slowness."""
 
 from __future__ import annotations
 

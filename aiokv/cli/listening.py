@@ -10,7 +10,7 @@ MAX_PORT = 2**16 - 1
 
 
 def listen(option: str, host: str, port: int) -> socket.socket:
-    """Return a listening socket, so that an address that cannot be bound is found before the start.
+    """Return a listening socket. If the address cannot be bound, this fails before the start.
 
     Args:
         option: flag that gives the port, for the messages.

@@ -77,7 +77,10 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _cancel_on_sigterm(main: Coroutine[Any, Any, T]) -> T:
-    """Await ``main``; SIGTERM cancels it, and raises in no other callback."""
+    """Await ``main``, and cancel it on SIGTERM.
+
+    Without this handler, SIGTERM would raise in whichever callback runs at that moment.
+    """
     if signal.getsignal(signal.SIGTERM) is not _raise_terminated:
         return await main
     task, terminated = asyncio.current_task(), False

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 OLDEST_RELEASE: Final = (0, 5, 20)  # earlier ones leave adapters and salts out of their hashes
 FORMAT_VERSION: Final = 1  # increase when the meaning of the bytes of a page changes
-# Facts that change the order of the bytes of a page, and that no object of SGLang tells a backend.
+# Variables that change the order of the bytes of a page. No object of SGLang tells a backend of
+# them.
 _LAYOUT_VARIABLES: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
 _HINT: Final = (
     'pass --hicache-storage-backend-extra-config with "aiokv": {"model": "NAME@REVISION", '

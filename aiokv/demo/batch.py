@@ -121,7 +121,7 @@ def contexts(spans: Iterable[Span], block_tokens: int) -> Iterator[Context]:
             blocks = -(-(first // block_tokens + 1) // step_blocks) * step_blocks
             tokens = blocks * block_tokens
             rows = min(span.stop - row, tokens - first)
-            # padded by its own first block: a transfer may write any other one
+            # Pad each table with its own first block, because a transfer may write any other block.
             ids = np.full(blocks, span.block_table[0])
             ids[: len(span.block_table)] = span.block_table[:blocks]
             positions = np.arange(first, first + rows)

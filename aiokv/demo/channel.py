@@ -1,4 +1,4 @@
-"""Calls between the front of the split demo and its servers, over Unix sockets."""
+"""Calls between the front of the split demo and its servers, over socket pairs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Awaitable, Callable, Mapping
 
     Handlers = Mapping[str, Callable[..., Awaitable[Any]]]
 
 _LENGTH_BYTES: Final = 4
+_OPEN: Final = b"+"
 
 
 class ServerLostError(Exception):
@@ -33,6 +35,19 @@ class Channel:
         self._numbers = count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self.is_lost = False
+
+    @classmethod
+    async def over(cls, connection: socket.socket) -> Channel:
+        """Return a channel over one end of a socket pair, which the channel closes."""
+        return cls(*await asyncio.open_unix_connection(sock=connection))
+
+    def open(self) -> None:
+        """Tell the other side that calls are answered from now on. One side calls this, once."""
+        self._writer.write(_OPEN)
+
+    async def opened(self) -> bool:
+        """Wait for ``open`` of the other side; return False if it has ended before."""
+        return await self._reader.read(len(_OPEN)) == _OPEN
 
     async def call(self, name: str, *args: object) -> Any:
         """Call a handler of the other side and return its result.
@@ -82,6 +97,6 @@ class Channel:
 
     def _send(self, number: int, name: str, value: object) -> None:
         if self._writer.is_closing():
-            return  # uvloop raises RuntimeError here; ``run`` notes the end
+            return  # uvloop raises RuntimeError here; ``run`` handles the end
         blob = pickle.dumps((number, name, value))
         self._writer.write(len(blob).to_bytes(_LENGTH_BYTES) + blob)

@@ -42,7 +42,7 @@ class _StalledError(OSError):
 
 @asynccontextmanager
 async def cancelled_on_disconnect(receive: Receive, send: Send) -> AsyncIterator[Send]:
-    """Cancel the block when the client leaves or stops reading; it then ends without an error.
+    """Cancel the block when the client leaves or stops reading, and end it without an error.
 
     A server waits in ``send`` while its buffer of unsent bytes is full. Without a limit, a client
     that never reads would keep its blocks and its place among the running requests.
@@ -76,7 +76,7 @@ async def cancelled_on_disconnect(receive: Receive, send: Send) -> AsyncIterator
     except _StalledError:
         pass
     except asyncio.CancelledError:
-        if not left or task.uncancel():  # cancelled by the server, too
+        if not left or task.uncancel():  # the server has cancelled it, too
             raise
     finally:
         watcher.cancel()

@@ -182,7 +182,7 @@ class Server:
                     await self._step(chosen)
                 finally:
                     self._engine.step()  # on a GPU: step(event), recorded after the work
-            except Exception:  # these requests fail; this loop must not end
+            except Exception:  # the requests of this step fail, but this loop must not end
                 log.exception("a step of %d requests failed", len(chosen))
                 for running, _ in chosen:
                     self._end(running, StepError("the step failed; see the log of the server"))

@@ -58,7 +58,7 @@ class Comparison:
 
 
 class ReadBlock(NamedTuple):
-    """A block that a request read: its place in the prompt, digests of prefix and bytes."""
+    """A block that a request read: its index in the prompt, and digests of its prefix and bytes."""
 
     request: str
     block: int
@@ -105,13 +105,13 @@ class Ledger:
         self.computed_blocks.setdefault(prefix, set()).add(digest)
 
     def check_read_block(self, request: str, block: int, prefix: bytes, digest: bytes) -> None:
-        """Compare a block that a request read with what was computed for its prefix."""
+        """Compare a block that a request read with the block computed for its prefix."""
         self.blocks_read += 1
         if digest not in self.computed_blocks.get(prefix, ()):
             self.wrong_blocks.append(ReadBlock(request, block, prefix, digest))
 
     def add(self, other: Ledger) -> None:
-        """Add the rows and blocks of another server, which may have computed what this one read."""
+        """Add the rows and blocks of another server. This one may have read blocks of it."""
         for (request, position), row in other.rows.items():
             self.record_rows(request, position, [row])
         self.unequal_copies += other.unequal_copies

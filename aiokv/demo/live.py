@@ -85,7 +85,7 @@ async def _talk(server: Server, scenario: Scenario, chosen: random.Random) -> No
 
 
 class _PageServer(uvicorn.Server):
-    """Server of the live page, whose caller handles signals."""
+    """Server of the live page. It leaves signals to its caller."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

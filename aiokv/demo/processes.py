@@ -1,4 +1,4 @@
-"""A function call in a new Python process, which ends with it."""
+"""A call of an async function in a new Python process, which ends with it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, TypeVarTuple
 
 from aiokv.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class ProcessKilledError(InternalError):
@@ -26,7 +26,7 @@ class ProcessKilledError(InternalError):
 class Child(Generic[T]):
     """A process that calls one function; see :func:`start_in_new_process`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, path: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, path: Path) -> None:
         self._process = process
         self._path = path
 
@@ -34,10 +34,6 @@ class Child(Generic[T]):
         """Kill the process, as a crash does. Idempotent."""
         if self._process.returncode is None:
             self._process.kill()
-
-    async def ended(self) -> None:
-        """Wait until the process has ended."""
-        await self._process.wait()
 
     async def result(self) -> T:
         """Return the result of the function.
@@ -55,7 +51,7 @@ class Child(Generic[T]):
         if status:
             raise InternalError(f"a process of the demo ended with status {status}")
         result: T
-        result, error = _read(self._path)
+        result, error = pickle.loads(self._path.read_bytes())
         if error is not None:
             raise error
         return result
@@ -63,60 +59,48 @@ class Child(Generic[T]):
 
 @asynccontextmanager
 async def start_in_new_process(
-    function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    function: Callable[[*Arguments], Awaitable[T]],
+    *args: *Arguments,
+    pass_fds: Collection[int] = (),
 ) -> AsyncIterator[Child[T]]:
-    """Call ``function(*args, **kwargs)`` in a new process, which is killed when the block is left.
+    """Await ``function(*args)`` in a new process, which is killed when the block is left.
 
     Args:
         function: module-level function; it is pickled with its arguments and its result.
+        args: positional arguments.
+        pass_fds: file descriptors that the process inherits, with the same numbers.
     """
     with tempfile.TemporaryDirectory(prefix="aiokv-") as folder:
-        path = _write_call(folder, (function, args, kwargs))
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, path)
+        path = _write_call(folder, function, args)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, str(path), pass_fds=pass_fds
+        )
         child: Child[T] = Child(process, path)
         try:
             yield child
         finally:
             child.kill()
-            await child.ended()
+            await process.wait()
 
 
-async def call_in_new_process(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return ``function(*args, **kwargs)``, called in a new process.
-
-    Args:
-        function: module-level function; it is pickled with its arguments and its result.
-
-    Raises:
-        Exception: exception that the function raised.
-        InternalError: the process ended without a result.
-
-    Cancellation: the process is killed.
-    """
-    async with start_in_new_process(function, *args, **kwargs) as child:
-        return await child.result()
-
-
-def _write_call(folder: str, call: tuple[object, ...]) -> str:
+def _write_call(folder: str, *call: object) -> Path:
     path = Path(folder, "call")
     path.write_bytes(pickle.dumps(call))
-    return str(path)
+    return path
 
 
-def _read(path: str) -> Any:
-    return pickle.loads(Path(path).read_bytes())
+def _main(path: Path) -> None:
+    """Replace the call in a file by its result and its error. One of the two is None."""
+    import uvloop
 
-
-def _main(path: str) -> None:
-    """Replace the call in a file by its result and its error, one of which is None."""
-    function, args, kwargs = _read(path)
+    function, args = pickle.loads(path.read_bytes())
     result, error = None, None
     try:
-        result = function(*args, **kwargs)
+        result = uvloop.run(function(*args))
     except Exception as failure:
         error = failure
-    Path(path).write_bytes(pickle.dumps((result, error)))
+    path.write_bytes(pickle.dumps((result, error)))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(Path(sys.argv[1]))

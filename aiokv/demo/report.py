@@ -13,10 +13,13 @@ from aiokv.base.percentiles import percentile
 from aiokv.base.units import format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from rich.console import Console
 
     from aiokv.demo.ledger import Comparison
     from aiokv.demo.requests import Request
+    from aiokv.demo.split_report import SplitResult
 
 
 class ReusedTokens(msgspec.Struct):
@@ -171,15 +174,26 @@ COMPARISONS: tuple[tuple[str, Callable[[Comparison], str]], ...] = (
 
 def print_table(console: Console, result: DemoResult) -> None:
     """Print all measures of all runs."""
+    rows = [(title, *(cell(run) for run in result.runs)) for title, cell in ROWS]
+    found = [run.compared for run in result.runs]
+    for title, verdict in COMPARISONS:
+        rows.append((title, *("reference" if one is None else verdict(one) for one in found)))
+    print_columns(console, result, [run.label for run in result.runs], rows)
+
+
+def print_columns(
+    console: Console,
+    result: DemoResult | SplitResult,
+    labels: Sequence[str],
+    rows: Iterable[Sequence[str]],
+) -> None:
+    """Print a table: each row is its title and its cells; "-" stands for those that it lacks."""
     table = Table(title=result.workload, caption=result.model, box=rich.box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for run in result.runs:
-        table.add_column(run.label, justify="right")
-    for title, cell in ROWS:
-        table.add_row(title, *(cell(run) for run in result.runs))
-    for title, verdict in COMPARISONS:
-        found = [run.compared for run in result.runs]
-        table.add_row(title, *("reference" if one is None else verdict(one) for one in found))
+    for label in labels:
+        table.add_column(label, justify="right")
+    for title, *cells in rows:
+        table.add_row(title, *cells, *["-"] * (len(labels) - len(cells)))
     console.print(table)
 
 

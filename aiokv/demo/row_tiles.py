@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
     from aiokv.demo.weights import Array, Weights
 
-# Tried largest first: OpenBLAS keeps 8 rows alike on AVX2; 1 always holds, at about half the speed.
+# Tried in this order: with OpenBLAS on AVX2, 8 rows give equal results; 1 always works, at about
+# half the speed.
 CANDIDATES: Final = (8, 4, 2, 1)
 
-# numpy's own OpenBLAS (2.x, 1.26), a system's OpenBLAS
+# names in numpy's own OpenBLAS (2.x, 1.26) and in a system's OpenBLAS
 _SET_BLAS_THREADS: Final = (
     "scipy_openblas_set_num_threads64_",
     "openblas_set_num_threads64_",
@@ -38,7 +39,7 @@ class RowTiles:
 
     @classmethod
     def for_weights(cls, weights: Weights) -> RowTiles:
-        """Return tiles of the largest size that numpy's BLAS allows; it uses one thread then."""
+        """Return tiles of the largest size that numpy's BLAS allows. Limits BLAS to one thread."""
         _use_one_blas_thread()
         return cls(largest_alike_tile(weights, np.matmul, CANDIDATES))
 
@@ -79,7 +80,7 @@ def _rows_are_alike(
     row = rng.standard_normal(k, dtype=np.float32)
     results = []
     for place in range(tile):
-        # one float off, so that a kernel that depends on alignment is found
+        # Begin one element off, to find kernels that depend on the alignment.
         x = np.empty(tile * k + place % 2, dtype=np.float32)[place % 2 :].reshape(tile, k)
         x[:] = rng.standard_normal((tile, k), dtype=np.float32)
         x[place] = row

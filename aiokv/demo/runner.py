@@ -1,4 +1,4 @@
-"""The model runner: one thread computes steps while the event loop goes on serving."""
+"""The model runner: one thread computes steps while the event loop serves requests."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 import aiokv
-from aiokv.demo.processes import call_in_new_process
+from aiokv.demo.processes import start_in_new_process
 from aiokv.demo.report import DemoResult, Percentiles, RunResult, Traffic
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
@@ -159,11 +159,12 @@ async def run_demo(make_scenario: MakeScenario, config: DemoConfig, stages: Stag
     for run in _plan_runs(config):
         advance = stages(run.label, workload.requests)
         if run.store:
-            # The store may have blocks of earlier processes: what the first run has computed is
-            # right for them, too.
-            result, ledger = await call_in_new_process(
+            # The store may have blocks of earlier processes. The blocks that the first run has
+            # computed are correct for them, too.
+            async with start_in_new_process(
                 _run_alone, make_scenario, config, run, reference, computed
-            )
+            ) as child:
+                result, ledger = await child.result()
             advance(workload.requests)
         else:
             result, ledger = await _run_once(scenario, config, run, reference, advance, {})
@@ -187,18 +188,16 @@ async def run_on_one_server(
     return await _run_once(scenario, config, run, None, advance, {})
 
 
-def _run_alone(
+async def _run_alone(
     make_scenario: MakeScenario,
     config: DemoConfig,
     run: _Run,
     reference: Ledger | None,
     computed_blocks: dict[bytes, set[bytes]],
 ) -> tuple[RunResult, Ledger]:
-    """Make a run in a process of its own: only the store keeps cached blocks."""
-    import uvloop
-
-    return uvloop.run(
-        _run_once(make_scenario(), config, run, reference, lambda count: None, computed_blocks)
+    """Make a run in a new process, so that only the store keeps cached blocks."""
+    return await _run_once(
+        make_scenario(), config, run, reference, lambda count: None, computed_blocks
     )
 
 

@@ -39,16 +39,17 @@ if TYPE_CHECKING:
     from aiokv.demo.workload import Conversation, Workload
     from aiokv.worker.device.base import Event
 
-    # Of a request and its lease: entered when the lease is granted, left when the attempt has
-    # ended. The value is the first position to compute.
+    # Context manager for a request and its lease: entered when the lease is granted, left when the
+    # attempt has ended. The value is the first position to compute.
     Handover = Callable[[Request, aiokv.Lease], AbstractAsyncContextManager[int]]
-    # A request, the end of its positions, the layers that are computed for them, and their event.
+    # Called with a request, the end of its positions, the layers computed for them, and their
+    # event.
     OnLayers = Callable[[Request, int, int, Event | None], None]
 
 
 @asynccontextmanager
 async def no_handover(request: Request, lease: aiokv.Lease) -> AsyncIterator[int]:
-    """Compute what is not cached."""
+    """Let the model compute the blocks that are not cached."""
     yield lease.cached_tokens
 
 
@@ -127,7 +128,7 @@ class Server:
 
     @asynccontextmanager
     async def computing(self) -> AsyncIterator[asyncio.TaskGroup]:
-        """Compute steps until all tasks of the group have ended; they call ``serve_request``.
+        """Compute steps until all tasks of the group, which call ``serve_request``, have ended.
 
         Raises:
             AiokvError: the first failure; everything else is cancelled.
@@ -156,7 +157,7 @@ class Server:
             finished = False
             while not finished:
                 finished = await self._attempt_or_disconnect(request)
-                if not self._running:  # no step will close the one that released the blocks
+                if not self._running:  # no later step will close the one that released the blocks
                     self._engine.step(self._runner.record())
         self.statistics.add(request)
         self.capacity_wait_seconds.append(request.capacity_wait_seconds)
@@ -169,7 +170,7 @@ class Server:
         try:
             if request.disconnect_in_step is None:
                 finished = await self._attempt(request)
-            else:  # a task that can be cancelled without the conversation
+            else:  # in a task of its own, which can be cancelled alone
                 finished = await asyncio.create_task(self._attempt(request))
         except asyncio.CancelledError:
             if not request.disconnected or _is_cancelled():
@@ -227,7 +228,7 @@ class Server:
                 sequence.lease.append(sequence.request.tokens[-1:])
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give a request's blocks back; what was committed of it may still be found later."""
+        """Give back a request's blocks. Committed ones may still be hit later."""
         self._running.remove(sequence)
         sequence.end(finished=False)
         sequence.lease.release()
@@ -259,7 +260,8 @@ class Server:
             for span, blocks in zip(batch.spans, checks, strict=True)
         ]
         try:
-            # requests keep their blocks until the thread has left the step, even without clients
+            # Requests keep their blocks until the thread has left the step, even if their clients
+            # have left.
             with self._engine.computing([sequence.lease for sequence, _ in chosen]) as computing:
                 on_layers = None if arriving else self._layer_callback(chosen)
                 work = self._runner.submit(batch, arriving, read_back, on_layers)
@@ -320,7 +322,7 @@ class Server:
         self.statistics.failed_onloads += failed
 
     def _record_blocks(self, sequence: Sequence, blocks: range, digests: list[bytes]) -> None:
-        """Check the blocks that were complete before the step, note those that it completed."""
+        """Check the blocks that were complete before the step, and record the new ones."""
         request, block_tokens = sequence.request, self._engine.config.block_tokens
         for block, digest in zip(blocks, digests, strict=True):
             prefix = request.prefix_key(block, block_tokens)

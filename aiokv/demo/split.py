@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import tempfile
+import socket
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -24,7 +23,7 @@ from aiokv.demo.router import new_router
 from aiokv.demo.runs import run_on_one_server
 from aiokv.demo.serving import first_error
 from aiokv.demo.split_report import Killed, ServerResult, SplitResult
-from aiokv.demo.split_servers import ServerArguments, run_server
+from aiokv.demo.split_servers import run_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from aiokv.peers.options import TransportName
 
     ServerEnd = tuple[ServerResult, Ledger]
-    # of the prefill server, None if it was killed, and of the decode servers
+    # The end of the prefill server, None if it was killed, and those of the decode servers.
     Servers = tuple[ServerEnd | None, list[ServerEnd]]
 
 # Blocks of one transfer: small, because the prompts of the demo are short.
@@ -111,7 +110,8 @@ def _result(
     prefill, decodes = servers
     for _, of_server in [prefill, *decodes] if prefill is not None else decodes:
         ledger.add(of_server)
-    # A killed process takes with it what it knows of its blocks; one server has computed them, too.
+    # A killed process does not report its blocks. They are those of one server that computed them,
+    # too.
     ledger.add(Ledger(computed_blocks=reference.computed_blocks))
     compared = ledger.compare(reference)
     return SplitResult(
@@ -188,8 +188,6 @@ class Front:
         """
         self._half = max(1, workload.requests // 2)
         async with AsyncExitStack() as self._stack:
-            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="aiokv-"))
-            self._folder = Path(folder)
             self._prefill, *self._decodes = await asyncio.gather(
                 self._start("prefill"),
                 *(self._start("decode") for _ in range(self._split.servers)),
@@ -250,12 +248,7 @@ class Front:
     # --- servers --------------------------------------------------------------------------------
 
     async def _start(self, name: ServerName) -> ServerHandle:
-        """Start a server process; return when it has connected."""
-        connected: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
-        path = self._folder / f"{name}-{secrets.token_hex(4)}"
-        listener = await asyncio.start_unix_server(
-            lambda reader, writer: connected.set_result(Channel(reader, writer)), path
-        )
+        """Start a server process; return when it answers calls."""
         peers = aiokv.Peers(
             secret=self._secret,
             listen="127.0.0.1" if name == "decode" else None,
@@ -264,19 +257,17 @@ class Front:
             # The transport 'cuda_ipc' moves whole blocks.
             layer_ranges=1 if self._split.transport == "cuda_ipc" else LAYER_RANGES,
         )
-        arguments = ServerArguments(name, self._make_scenario, self._config, peers, str(path))
-        child = await self._stack.enter_async_context(start_in_new_process(run_server, arguments))
-        ended = asyncio.ensure_future(child.ended())
-        ended.add_done_callback(lambda _: connected.cancel())
-        try:
-            await asyncio.wait([connected])
-        finally:
-            ended.cancel()
-            listener.close()
-        if connected.cancelled():
-            await child.result()  # raises the error of the start
-        channel = connected.result()
+        ours, theirs = socket.socketpair()
+        channel = await Channel.over(ours)
         self._stack.push_async_callback(channel.aclose)
+        with theirs:
+            fd = theirs.fileno()
+            process = start_in_new_process(
+                run_server, name, self._make_scenario, self._config, peers, fd, pass_fds=[fd]
+            )
+            child = await self._stack.enter_async_context(process)
+        if not await channel.opened():
+            await child.result()  # raises the error of the start
         return ServerHandle(child, channel)
 
     async def _watch(self, server: ServerHandle) -> None:

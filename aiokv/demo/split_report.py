@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import rich.box
-from rich.table import Table
 
 from aiokv.base.units import format_seconds
 from aiokv.demo.ledger import Comparison  # noqa: TC001  (msgspec)
@@ -17,6 +15,7 @@ from aiokv.demo.report import (
     ServingStatistics,
     format_pair,
     format_share,
+    print_columns,
 )
 
 if TYPE_CHECKING:
@@ -105,14 +104,15 @@ class Killed(msgspec.Struct, kw_only=True):
     sent_again: int = 0
 
     def describe(self, result: SplitResult) -> str:
-        """Return what users saw of it."""
+        """Return a sentence about the kill and its effect on users."""
         when = (
             f"the {self.name} process was killed after {self.answered_requests:,} answered "
             f"requests, when the first {self.arrived_tokens:,} tokens of {self.request} had "
             "arrived: "
         )
         if self.name == "prefill":
-            missing = result.decode.computed_tokens - result.decode.requests  # and the last of each
+            # Each request also computes its last position.
+            missing = result.decode.computed_tokens - result.decode.requests
             return when + (
                 f"the decode process computed {missing:,} prompt tokens that had not arrived, and "
                 "no request failed"
@@ -169,26 +169,17 @@ _Server = RunResult | ServerResult
 def print_split_table(console: Console, result: SplitResult) -> None:
     """Print all measures of one server, of the split run, and of its two servers."""
     killed = result.killed.name if result.killed is not None else ""
-    table = Table(title=result.workload, caption=result.model, box=rich.box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for label in (
-        "one server",
-        "split",
-        "prefill, killed" if killed == "prefill" else "prefill",
-        _decode_label(result, killed),
-    ):
-        table.add_column(label, justify="right")
-    for title, cell in _OF_SERVERS:
-        servers = (result.one_server, None, result.prefill, result.decode)
-        table.add_row(title, *("-" if server is None else cell(server) for server in servers))
-    for row in _rows_of_runs(result):
-        table.add_row(*row, *["-"] * (5 - len(row)))
-    console.print(table)
-
-
-def _decode_label(result: SplitResult, killed: str) -> str:
-    label = "decode" if result.servers == 1 else f"{result.servers} x decode"
-    return f"{label}, restarted" if killed == "decode" else label
+    prefill = "prefill, killed" if killed == "prefill" else "prefill"
+    decode = "decode" if result.servers == 1 else f"{result.servers} x decode"
+    if killed == "decode":
+        decode += ", restarted"
+    servers = (result.one_server, None, result.prefill, result.decode)
+    rows = [
+        (title, *("-" if server is None else cell(server) for server in servers))
+        for title, cell in _OF_SERVERS
+    ]
+    labels = ["one server", "split", prefill, decode]
+    print_columns(console, result, labels, rows + _rows_of_runs(result))
 
 
 _OF_SERVERS: tuple[tuple[str, Callable[[_Server], str]], ...] = (

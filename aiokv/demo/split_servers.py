@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import uvloop
 
 from aiokv.demo.channel import Channel
 from aiokv.demo.requests import Request
@@ -39,39 +39,32 @@ if TYPE_CHECKING:
     from aiokv.demo.split_report import ServerName
     from aiokv.worker.device.base import Event
 
-# Seconds after which the decode server computes what has not arrived.
+# Seconds after which the decode server computes the missing blocks.
 RECEIVE_TIMEOUT = 30.0
 
 
-class ServerArguments(NamedTuple):
-    """Arguments of a server.
+async def run_server(
+    name: ServerName,
+    make_scenario: MakeScenario,
+    config: DemoConfig,
+    peers: aiokv.Peers,
+    socket_fd: int,
+) -> tuple[ServerResult, Ledger]:
+    """Serve until the front closes the channel.
 
-    Attributes:
+    Args:
         name: the role of the server.
-        make_scenario: returns the model; it is pickled.
+        make_scenario: returns the model.
         config: sizes.
         peers: settings of the transfers between servers.
-        socket_path: path of the socket of the front.
+        socket_fd: end of the socket pair of the front.
     """
-
-    name: ServerName
-    make_scenario: MakeScenario
-    config: DemoConfig
-    peers: aiokv.Peers
-    socket_path: str
-
-
-def run_server(arguments: ServerArguments) -> tuple[ServerResult, Ledger]:
-    """Serve until the front closes the channel."""
-    return uvloop.run(_serve(arguments))
-
-
-async def _serve(arguments: ServerArguments) -> tuple[ServerResult, Ledger]:
-    name, config, scenario = arguments.name, arguments.config, arguments.make_scenario()
     logging.basicConfig(format=f"{name} process: %(levelname)s %(name)s: %(message)s")
+    scenario = make_scenario()
     cache = scenario.model.new_cache(config.device_blocks, config.block_tokens)
-    async with open_engine(scenario, config, cache, peers=arguments.peers) as engine:
-        channel = Channel(*await asyncio.open_unix_connection(arguments.socket_path))
+    async with open_engine(scenario, config, cache, peers=peers) as engine:
+        channel = await Channel.over(socket.socket(fileno=socket_fd))
+        channel.open()
         with ModelRunner(scenario.model, cache) as runner:
             role = (Prefill if name == "prefill" else Decode)(engine, channel)
             server = role.server = Server(
@@ -105,7 +98,7 @@ class Role(ABC):
 
     @abstractmethod
     def handlers(self) -> Handlers:
-        """Return what the front may call."""
+        """Return the functions that the front may call, by name."""
 
     @abstractmethod
     def handover(self, request: Request, lease: aiokv.Lease) -> AbstractAsyncContextManager[int]:
@@ -161,7 +154,7 @@ class Prefill(Role):
 
     @asynccontextmanager
     async def handover(self, request: Request, lease: aiokv.Lease) -> AsyncIterator[int]:
-        """Send the blocks of a request; its first attempt only, as a ticket is sent once."""
+        """Send the blocks of a request in its first attempt: a ticket can be sent only once."""
         assert isinstance(request, Prompt)
         async with AsyncExitStack() as stack:
             ticket, request.ticket = request.ticket, b""
@@ -192,7 +185,7 @@ class Prefill(Role):
 
 
 class Decode(Role):
-    """Receives the blocks of each prompt, and computes what has not arrived."""
+    """Receives the blocks of each prompt, and computes the missing ones."""
 
     def handlers(self) -> Handlers:
         """See :class:`Role`."""

@@ -30,7 +30,7 @@ class NumpyCache:
 
     def __init__(self, config: GroupedConfig, device_blocks: int, block_tokens: int) -> None:
         shape = (device_blocks, block_tokens, config.kv_heads, config.head_dim)
-        # zeros, not empty: padding multiplies unused positions by 0, which does not remove a NaN
+        # Zeros, not empty: padding multiplies unused positions by 0, and 0 * NaN is NaN.
         self.keys = [np.zeros(shape, dtype=np.float32) for _ in range(config.layers)]
         self.values = [np.zeros(shape, dtype=np.float32) for _ in range(config.layers)]
         self.block_tokens = block_tokens
@@ -71,7 +71,7 @@ class NumpyCache:
 
 
 class ThreadStream:
-    """The runner's thread as a stream: it works in order, and waiting blocks it."""
+    """The runner's thread as a stream. It works in order, and a wait blocks it."""
 
     def wait_event(self, event: Event) -> None:
         """Block, without the GIL, until the bytes of the layer have arrived."""

@@ -16,7 +16,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what the user adds to the conversation, and how much is answered.
+    """One request: the text that the user adds, and the length of the answer.
 
     Attributes:
         items: images in ``added``; offsets count from its beginning.
@@ -29,7 +29,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in order; each prompt is all that was said before plus what is added."""
+    """Turns in order. Each prompt has all earlier turns and the new text."""
 
     name: str
     turns: list[Turn]

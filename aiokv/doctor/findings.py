@@ -54,7 +54,7 @@ def ok(name: str, found: str) -> Finding:
 
 
 def slow(name: str, found: str, advice: str, *, unless: bool = False) -> Finding:
-    """Return the result of a check that found what makes aiokv slower, unless all is well."""
+    """Return the result of a check that found a cause of slowness, unless all is well."""
     return (
         ok(name, found) if unless else Finding(name=name, status="slow", found=found, advice=advice)
     )
@@ -63,7 +63,7 @@ def slow(name: str, found: str, advice: str, *, unless: bool = False) -> Finding
 def missing(
     name: str, found: str, advice: str, *, required: bool = False, unless: bool = False
 ) -> Finding:
-    """Return the result of a check that did not find what it looked for, unless all is well."""
+    """Return the result of a check that found a requirement missing, unless all is well."""
     if unless:
         return ok(name, found)
     return Finding(name=name, status="missing", found=found, advice=advice, required=required)

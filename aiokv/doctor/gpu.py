@@ -23,7 +23,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 LIST_SECONDS: Final = 30.0  # the driver starts the GPUs, which takes seconds without persistence
 COPY_SECONDS: Final = 60.0
 
-# Payload of one lane in bytes per second, in one direction, without the line code.
+# Bandwidth of one lane in one direction, in bytes per second, without line coding.
 LANE_BYTES: Final = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _GENERATIONS: Final = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 SLOW_COPIES: Final = (

@@ -15,7 +15,7 @@ import time
 from typing import Any, Final
 
 COPY_BYTES: Final = 256 << 20
-COPIES: Final = 4  # the fastest counts
+COPIES: Final = 4  # number of copies, of which the fastest counts
 
 _COMPUTE_MAJOR: Final = 75  # CUdevice_attribute
 _COMPUTE_MINOR: Final = 76
@@ -110,7 +110,7 @@ def _fastest(driver: Driver, name: str, *arguments: Any) -> float:
         driver.call(name, *arguments)
         driver.call("cuCtxSynchronize")
         times.append(time.perf_counter() - begin)
-    return min(times[1:])  # the first wakes the link up
+    return min(times[1:])  # the first copy wakes the link, so it does not count
 
 
 def _link(driver: Driver, device: int) -> dict[str, int] | None:

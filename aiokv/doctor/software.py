@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from aiokv.doctor.machine import Machine
 
-CUPY_SECONDS: Final = 60.0  # its first import reads hundreds of files
+CUPY_SECONDS: Final = 60.0  # the first import reads hundreds of files
 
 CUPY_PACKAGES: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 EXTRAS: Final = {  # extra -> distribution

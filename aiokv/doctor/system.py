@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MIN_OPEN_FILES: Final = 1024
 FAST_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
-MAX_CLOCK_SECONDS: Final = 500e-9  # a reading without a system call takes a tenth of it
+MAX_CLOCK_SECONDS: Final = 500e-9  # limit of one reading; without a system call, it takes a tenth
 _CAP_IPC_LOCK: Final = 1 << 14
 
 

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 LeaseT = TypeVar("LeaseT")
 HandleT = TypeVar("HandleT")
 
-_FIRST_CAPACITY: Final = 64  # leases
+_FIRST_CAPACITY: Final = 64  # rows before the first growth
 
 
 class Rows(NamedTuple, Generic[LeaseT]):
-    """Rows of a batch. Those that a ``ComputeBatch`` keeps are not changed any more.
+    """Rows of a batch. They do not change while a ``ComputeBatch`` uses them.
 
     Attributes:
         members: leases, as they were added.
@@ -95,7 +95,7 @@ class Batch(Unique, Generic[LeaseT]):
         self._leases = leases
         self._resolve = resolve
         self._rows: Rows[LeaseT] = Rows([], [], [], np.empty(_FIRST_CAPACITY, np.int64))
-        self._are_kept = False  # a ComputeBatch has the rows
+        self._are_kept = False  # whether a ComputeBatch uses the rows
         self._next_key = count()
         self.was_computed = False
         self._view = self._rows.ids[:0]

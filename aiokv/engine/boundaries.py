@@ -28,7 +28,7 @@ class _GroupCosts:
         self._hit = hit
         self._latency_seconds = 0.0
         self._seconds = np.zeros(0)  # time to fetch each copy; infinity if no store has it
-        self._is_absent = np.ones(0, np.bool_)  # from all tiers
+        self._is_absent = np.ones(0, np.bool_)  # whether no tier has the copy
 
     def note(self, found: Found, num_blocks: int) -> None:
         self._latency_seconds = max(self._latency_seconds, found.latency_seconds)
@@ -67,7 +67,7 @@ class _GroupCosts:
         return needed
 
     def note_failure(self, index: int) -> None:
-        """Note that what the boundary lacks cannot be brought."""
+        """Record that the missing blocks or copies of the boundary cannot be fetched."""
         (begin,), (head,) = self._needed(np.array([index]))
         for part in (slice(0, head), slice(begin, index + 1)):
             self._seconds[part][self._is_absent[part]] = np.inf
@@ -233,7 +233,7 @@ class BoundarySearch:
             self._may_end = self._may_end & (np.arange(self.asked) < count)
 
     def note_failure(self, end: int) -> None:
-        """Note that the copies that a hit of ``end`` blocks still lacks cannot be brought."""
+        """Record that the missing copies of a hit of ``end`` blocks cannot be fetched."""
         for group in self._groups.values():
             group.note_failure(end - self.hit - 1)
         self._may_end = self._may_end & (np.arange(self.asked) != end - self.hit - 1)

@@ -64,9 +64,9 @@ class BatchTimes(ComputeTimes):
     ) -> None:
         super().__init__(speed, committed, clock)
         self._running: set[int] = set()
-        self._began = 0.0  # begin of the newest batch
-        self._ended = 0.0  # when no batch was in flight any more
-        self._tokens = 0  # committed before the newest batch began
+        self._began = 0.0  # time at which the newest batch began
+        self._ended = 0.0  # time at which the last batch in flight ended
+        self._tokens = 0  # committed tokens when the newest batch began
         self._is_measured = False
 
     def batch_begins(self, batch_id: int, *, waits: bool) -> None:
@@ -102,9 +102,9 @@ class StepTimes(ComputeTimes):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(speed, committed, clock)
-        self._tokens = 0  # committed before the open step
-        self._began: float | None = None  # begin of the first batch in the open step
-        self._waits = False  # a batch of the open step waits for onloads
+        self._tokens = 0  # committed tokens when the open step began
+        self._began: float | None = None  # time at which the first batch of the open step began
+        self._waits = False  # whether a batch of the open step waits for onloads
         self._closed: dict[int, tuple[int, float]] = {}  # by step: its tokens and its begin
         self._finished = 0.0
 

@@ -30,7 +30,7 @@ LeaseT = TypeVar("LeaseT")
 
 log = Log(__name__)
 
-_BLOCK: Final = object()  # stands for the `with` block of a batch
+_BLOCK: Final = object()  # key of the `with` block of a batch in `_unended`
 _THREAD_HINT: Final = "await batch.run(function, ...), or pass the executor's own future"
 
 
@@ -73,7 +73,7 @@ class ComputeBatch(Generic[LeaseT]):
         self._ids: Callable[[], LeaseIds] | None = lease_ids
         self._batch_id = 0  # 0 until the `with` block begins
         self._in_block = False
-        self._event = False  # True if it ends with an event: not part of the open step
+        self._event = False  # True if it ends with an event and is not part of the open step
         self._unended: set[object] = set()  # the `with` block, work and events to wait for
         self._task: asyncio.Task[Any] | None = None  # inside the `with` block
 
@@ -105,7 +105,8 @@ class ComputeBatch(Generic[LeaseT]):
         traceback: TracebackType | None,
     ) -> None:
         self._in_block = False
-        self._task = None  # its locals have leases, and a future of the user may keep this batch
+        # A future of the user may keep this batch, and the task's locals have leases.
+        self._task = None
         self._ended(_BLOCK)
 
     async def run(
@@ -255,7 +256,7 @@ class Computing:
         self._observers = parts.observers
         self._batches: dict[int, ComputeBatch[Any]] = {}
         self._waiters: list[asyncio.Future[None]] = []
-        self._closed = False  # True: the ends of batches free no blocks any more
+        self._closed = False  # True: the end of a batch frees no blocks
 
     def __len__(self) -> int:
         return len(self._batches)

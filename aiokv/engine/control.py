@@ -85,7 +85,7 @@ class Control:
         """Wait until no transfer is in flight, and no backup or save is due."""
         self._collect()
         await self._worker.plans.drain()
-        while self._collect():  # onloads and backups that ended meanwhile have left further ones
+        while self._collect():  # ended onloads and backups may have requested further backups
             await self._worker.plans.drain()
 
     def _collect(self) -> bool:
@@ -186,23 +186,24 @@ class Control:
         self, timeout: float | None, version: str | None
     ) -> AsyncIterator[None]:
         """See ``CacheEngine.updating_weights``."""
-        nonce = f"unnamed {uuid4().hex}"  # finds no block of a store
+        nonce = f"unnamed {uuid4().hex}"  # no store has blocks with this name
         next_version = nonce if version is None else checks.text("version", version)
         self.change_gate("hold")  # from here on, nothing is saved to the stores
         try:
             async with self.deadline("updating_weights", timeout):
                 await self._transfers.settle(but=PEER_ROUTES)
             self._lifetime.check_open()  # it may have been closed meanwhile
-            try:  # no await from here to the block: an entry that fails has changed nothing
+            try:  # no await until the block begins, so an entry that fails has changed nothing
                 self._peer_tickets.change_weights(nonce)
                 self._peer_tickets.end_all("the weights are being updated")
-                # Open leases may compute with other weights from now on: they publish no more.
+                # Open leases may compute with other weights from now on, so they publish nothing
+                # more.
                 self._dispatcher.apply(self._scheduler.reset("the weights are being updated"))
                 yield
             except BaseException:
                 next_version = nonce  # the weights may have been updated in part
                 raise
-            finally:  # nothing was granted in the block: no tier has blocks of either weights
+            finally:  # nothing was granted in the block, so no tier has blocks of either weights
                 self._peer_tickets.change_weights(next_version)
                 self._worker.change_weights(next_version)
                 log.info("weights.updated", version=next_version)

@@ -63,7 +63,7 @@ class Dispatcher:
         self._poller = poller
         self._transfers = transfers
         self._waits: dict[int, _Wait] = {}  # for capacity
-        self._errors: dict[int, BaseException] = {}  # by lease id; raised by the next `granted`
+        self._errors: dict[int, BaseException] = {}  # by lease id; the next `granted` raises it
         self._pending_waits: dict[int, asyncio.Future[None]] = {}
         self._idle_waits: dict[int, list[asyncio.Future[None]]] = {}
         self._on_unpinned: Callable[[int, str], None] = lambda lease_id, reason: None
@@ -220,10 +220,10 @@ class Dispatcher:
     def _end_wait(self, grant: Grant) -> None:
         wait = self._waits.get(grant.lease_id)
         if wait is None:
-            return  # its task has gone, and has called stop_waiting
+            return  # the waiting task has ended, and has called stop_waiting
         try:  # a grant may come in the pass in which a deadline has cancelled the future
             wait.on_grant(grant)
-        except Exception as error:  # without its layers, the lease must not count as granted
+        except Exception as error:  # a lease without its layers must not count as granted
             self._refuse(grant.lease_id, error)
             return
         if not wait.future.done():

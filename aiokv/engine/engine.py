@@ -144,7 +144,8 @@ class CacheEngine(Unique):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # After an exception the tasks that would release the leases may have ended: do not wait.
+        # After an exception, the tasks that would release the leases may have ended: do not wait
+        # for them.
         await self.aclose(0.0 if exc_type is not None else None)
 
     async def aclose(self, drain_timeout: float | None = None) -> None:

@@ -110,7 +110,7 @@ class KVEvents:
         self._iterates = True
         try:
             if self._is_due():
-                await asyncio.sleep(0)  # a long snapshot must not hold the loop
+                await asyncio.sleep(0)  # let other tasks run during a long snapshot
             while (batch := self.take()) is None:
                 if self._ended:
                     raise StopAsyncIteration

@@ -1,4 +1,4 @@
-"""Fetches: bring blocks from the stores to the host tier, as far as computing them takes longer.
+"""Fetches: bring blocks from the stores to the host tier while computing them would take longer.
 
     read.missing ─► worker.lookup ─► fetch or compute? ─► fetches.begin ─► its end ─► missing ...
 
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 PROBE_PAUSE: Final = 100  # pause in multiples of the last fetch: probes take 1 % of the time
 LEAST_PROBE_PAUSE_SECONDS: Final = 1.0
-MOST_PROBE_PAUSE_SECONDS: Final = 10.0  # a store that was slow once is soon used again
+# Limit of the pause, because a store is rarely slow for long.
+MOST_PROBE_PAUSE_SECONDS: Final = 10.0
 
 
 class StoreWait:
@@ -75,7 +76,7 @@ class StoreWait:
             self._on_end(self, outcome)
 
     def stop(self) -> None:
-        """End the wait, and begin no more fetches; those in flight go on."""
+        """End the wait, and begin no more fetches. Fetches in flight continue."""
         self.is_stopped = True
         self.end()
         if self.task is not None:
@@ -126,7 +127,8 @@ class Fetches:
     def __init__(self, parts: Parts) -> None:
         self.has_stores = parts.worker.facts.capabilities.stores
         self._block_tokens = parts.config.block_tokens
-        self._groups = parts.scheduler.read.groups  # without any, each cached block can be hit
+        # Without groups, a hit may end at each cached block.
+        self._groups = parts.scheduler.read.groups
         self._read = parts.scheduler.read
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -138,7 +140,7 @@ class Fetches:
         self._requests = parts.requests
         self._line = FetchLine(lambda: self._lifetime.loop.time())
         self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
-        self._num_compared = 0  # fetches in flight that a comparison has begun
+        self._num_compared = 0  # fetches in flight that a comparison has started
         self._probe_at = 0.0  # earliest time of the next probe, on the clock of the loop
 
     def is_incomplete(self, lease_id: int) -> bool:
@@ -225,7 +227,7 @@ class Fetches:
                     await self._bring(lease_id, priority, comparison)
         except TimeoutError:
             return
-        except AiokvError:  # the lease was released, or the engine fails: its waiters are told
+        except AiokvError:  # the lease was released, or the engine fails and tells its waiters
             return
 
     async def _bring(
@@ -262,7 +264,7 @@ class Fetches:
         return self._lifetime.loop.time()
 
     def _is_late(self, newest: _Newest) -> bool:
-        """Return True if the newest fetch of a request has not ended, and is the first late one."""
+        """Return True if the newest fetch is in flight, and no earlier fetch was late."""
         return not newest.late_id and self._transfers.is_in_flight(newest.transfer_id)
 
     async def _bring_while_sooner(
@@ -496,7 +498,7 @@ class Fetches:
         search: BoundarySearch,
         comparison: Comparison,
     ) -> bool:
-        """As ``_bring_copies``; return True, too, if the wait has ended because they are late."""
+        """Do as ``_bring_copies``, but return True if late copies have ended the wait."""
         share = _share_of(search, end, comparison)
         seconds = search.copy_seconds(end) * AT_A_TIME
         try:

@@ -58,7 +58,7 @@ class Granting:
             self._requests.note_error(error)
             raise
         if result[0] is READY and result[1] is NO_EFFECTS and not self._waiters:
-            # There is nothing to apply, and no condition to test.
+            # No effect has to be applied, and no waiter checked.
             if self._observers.active:
                 self._observers.granted(record)
             return True
@@ -121,13 +121,13 @@ class Granting:
         return self._take_grant(record, result)
 
     def _take_grant(self, record: LeaseRecord, result: tuple[Grant | None, Effects]) -> bool:
-        """Apply the effects of a grant, and let the lease wait for the layers that it onloads."""
+        """Apply the effects of a grant, and let the lease wait for the layers of its onload."""
         try:
             grant = self._apply(result)
             if grant is None:
                 return False
             self._show_grant(record, grant)
-        except BaseException:  # without its layers, the lease must not count as granted
+        except BaseException:  # a lease without its layers must not count as granted
             self._apply(self._scheduler.stop_waiting(record.live_id()))
             raise
         return True
@@ -200,7 +200,7 @@ class Granting:
             outcome = "timeout"
             self._stop_waiting(record)
             self._requests.note_timeout()
-            # No variable has the error: with its traceback, it would keep the lease alive.
+            # Keep the error in no variable: its traceback would keep the lease alive.
             raise self._timeout(
                 lease_id,
                 f"allocate timed out after {timeout} s: no room for {num_tokens} positions: "

@@ -47,7 +47,7 @@ class Inspection(Unique):
     # --- state ------------------------------------------------------------------------------------
 
     def leases(self, limit: int = 1000) -> list[LeaseInfo]:
-        """List leases: first those that wait, in the order of their lines, then the oldest ones.
+        """List leases: first the waiting ones in line order, then the oldest ones.
 
         Leases of pins and prefetches are included. The call takes about 2 µs per listed lease; it
         examines at most 4,096 leases.

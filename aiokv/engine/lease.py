@@ -41,7 +41,7 @@ log = Log(__name__)
 
 # Modules that call `release` for the application. Others are not searched for the caller.
 _RELEASING_MODULES: Final = frozenset({"aiokv.engine.lease", "aiokv.engine.batches"})
-_NO_WAIT: Final = 0.0  # compared by identity: the default needs no check
+_NO_WAIT: Final = 0.0  # compared by identity, so the default needs no check
 
 
 class Lease(Unique):
@@ -690,7 +690,7 @@ class Lease(Unique):
             grant = leases.apply(result)
             if grant.onloads and not record.layers.transfer_ids:
                 record.layers = leases.transfers.view(lease_id, grant.onloads, record.owner)
-        except BaseException:  # without its layers, the lease must not count as granted
+        except BaseException:  # a lease without its layers must not count as granted
             leases.apply(leases.scheduler.stop_waiting(lease_id))
             raise
         leases.used(lease_id)
@@ -910,7 +910,7 @@ class Lease(Unique):
         lease_id = record.held_id()
         position = leases.apply(leases.scheduler.recompute_from(lease_id))
         if position >= 0:
-            # Else each later step that waits for the layers would raise the accepted failure.
+            # Otherwise, each later step that waits for the layers would raise the accepted failure.
             record.leave_layers()
             return position
         if leases.read.onloads(lease_id):

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-NO_NAME: Final = ""  # compared by identity: the default needs no check
+NO_NAME: Final = ""  # compared by identity, so the default needs no check
 
 
 class Leases:
-    """Makes leases, and ends those that no task releases.
+    """Creates leases, and ends leases that the application did not release.
 
     Attributes:
         read: read access to the scheduler's state.

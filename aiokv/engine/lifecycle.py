@@ -191,7 +191,8 @@ class Lifecycle:
         if self._scheduler.has_stores and timeout != 0.0:
             await self._save(timeout)
         self._dispatcher.apply(self._scheduler.stop_saving())
-        if self._scheduler.read.open_step:  # no task would close the step that transfers wait for
+        # Transfers wait for the open step, which no task will close.
+        if self._scheduler.read.open_step:
             self._steps.close(None)
 
     async def _save(self, timeout: float | None) -> None:
@@ -238,7 +239,8 @@ class Lifecycle:
         """
         if not self._lifetime.is_running:
             return
-        _native.keep_forever(self)  # destructors would join threads that the child does not have
+        # Destructors would join threads, which a forked child does not have.
+        _native.keep_forever(self)
         self._lifetime.close(Phase.ABANDONED)
         self._computing.stop()
         self._dispatcher.stop()

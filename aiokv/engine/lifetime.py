@@ -64,7 +64,7 @@ class Lifetime:
         self.is_usable = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # id of the loop's thread, while the engine is open or closing
-        self._serves = False  # open and not broken
+        self._serves = False  # True while open and not broken
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -40,7 +40,7 @@ class Observation(Unique):
         self._began_at = 0.0
         self._began_unix_seconds = 0.0
         self._was_entered = False
-        self._left: list[Record] | None = None  # in progress at the end of the block
+        self._left: list[Record] | None = None  # records in progress at the end of the block
         self.transfers: deque[TransferSpan] = deque(maxlen=limit)
         self.phases: deque[LeasePhase] = deque(maxlen=limit)
         self.batches: deque[BatchSpan] = deque(maxlen=limit)

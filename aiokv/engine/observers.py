@@ -154,7 +154,7 @@ class _Grant:
 
 
 class Observers:
-    """The observers of one engine, and what is in progress while there is one.
+    """The observers of one engine, and the records in progress while there is an observer.
 
     Args:
         read: read access to the scheduler's state.
@@ -188,15 +188,17 @@ class Observers:
         self._observers: tuple[Observer, ...] = ()
         self._closed = False
         self._is_delivering = False
-        self._queue: deque[tuple[Record, Context | None]] = deque()  # not delivered yet
+        # Records that were not delivered yet.
+        self._queue: deque[tuple[Record, Context | None]] = deque()
         self._contexts: dict[
             int, Context
         ] = {}  # contexts of the tasks that called match, by lease id
-        self._waits: dict[tuple[int, WaitName], tuple[str, float]] = {}  # owner, begin
+        # Owner and start of each wait.
+        self._waits: dict[tuple[int, WaitName], tuple[str, float]] = {}
         self._grants: dict[int, _Grant] = {}  # by lease id
         self._causes: dict[int, tuple[int, Context | None]] = {}  # lease of a transfer in flight
         self._joined: dict[int, list[int]] = {}  # leases that wait for a transfer in flight
-        self._batches: dict[int, tuple[int, float]] = {}  # leases and begin, by batch id
+        self._batches: dict[int, tuple[int, float]] = {}  # leases and start, by batch id
         self._transfers: Callable[[], Iterable[tuple[TransferPlan, LayerDoneCounter]]] = tuple
 
     # --- registration ---------------------------------------------------------------------------

@@ -31,7 +31,8 @@ class OpenStep:
         self._lifetime = lifetime
         self._read = read
         self._worker = worker
-        self._closers: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # closed a step
+        # Tasks that have closed a step.
+        self._closers: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self._closed_in_callback = False
         self._timer: asyncio.TimerHandle | None = None
         self._step = 0  # the step that was open when the timer was set

@@ -84,12 +84,12 @@ class PeerTickets:
         self._marks = count(1)
         self._by_transfer: dict[int, TicketTransfers] = {}
         self._reasons: dict[int, str] = {}  # why transfers are not done, by transfer
-        self._ended: deque[Moved] = deque()  # transfers that have ended, not passed on yet
+        self._ended: deque[Moved] = deque()  # ended transfers that were not reported yet
         self._sent_tickets: set[bytes] = set()  # ids of tickets that this engine sends
-        self._loading: set[TicketTransfers] = set()  # wait for the onloads of their leases
+        self._loading: set[TicketTransfers] = set()  # those that wait for onloads of their leases
         self._computing: set[TicketTransfers] = (
             set()
-        )  # wait for the batches that compute with their leases
+        )  # those that wait for batches that compute with their leases
         self._windows = window_sizes(parts.config.windows)
         self.block_tokens = parts.config.block_tokens
         self.groups = [*self._windows, *([STATE] if parts.config.state_slots else ())]
@@ -488,14 +488,12 @@ class PeerTickets:
     def end(self, transfers: TicketTransfers) -> None:
         """Cancel the transfers of a ticket that has ended."""
         ticket_id = transfers.ticket.ticket_id
-        if (
-            not transfers.receives
-        ):  # a receive that has ended still waits: its lease is not complete
+        if not transfers.receives:  # an ended receive waits as long as its lease is incomplete
             self._end_loading(transfers)
             self._end_computing(transfers)
             self._sent_tickets.discard(ticket_id)
         if self._lifetime.is_running:
-            # Before the transfers are cancelled: the other engine gets the reason.
+            # Send the reason to the other engine before the transfers are cancelled.
             self._worker.tickets.close_ticket(ticket_id, transfers.failure or _COMPLETE)
             if not transfers.at_rest:
                 self._apply(self._transitions.end(transfers.lease_id, ticket_id))
@@ -548,7 +546,7 @@ class PeerTickets:
                 self._poller.soon(self._deliver_ends)
 
     def _deliver_ends(self) -> None:
-        """Pass the ends of transfers on to their tickets, also after an error of one of them."""
+        """Report the ends of transfers to their tickets, even after an error of one of them."""
         while self._ended:
             moved = self._ended.popleft()
             try:

@@ -218,7 +218,8 @@ class Pins:
             if until_used:
                 apply(scheduler.pins.await_use(lease_id))
             await record.layers.wait_all()
-            while onloads := scheduler.read.onloads(lease_id):  # until a match finds the blocks
+            # Until a match finds the blocks on the device.
+            while onloads := scheduler.read.onloads(lease_id):
                 await self._transfers.ended(onloads[0])
             self._lifetime.check_open()
         except RequestTooLarge:

@@ -1,4 +1,4 @@
-"""SendProgress: which layers of which blocks a send has begun, and which part comes next. Pure.
+"""SendProgress: the layers and blocks that a send has begun, and the part that comes next. Pure.
 
 ::
 
@@ -45,8 +45,9 @@ class SendProgress:
 
     def __init__(self, first_block: int, num_ranges: int = 1, chunk_blocks: int = 1) -> None:
         self._chunk_blocks = chunk_blocks
-        # By range of layers: the first block that is not begun, the end of those that are computed,
-        # and the mark behind which they are. The first two do not increase from range to range.
+        # Per range of layers: the first block that was not begun, the end of the computed blocks,
+        # and the mark after which they are computed. The first two do not increase from one range
+        # to the next.
         self._next = [first_block] * num_ranges
         self._computed = [first_block] * num_ranges
         self._marks = [0] * num_ranges
@@ -58,7 +59,7 @@ class SendProgress:
                 self._computed[i], self._marks[i] = end_block, mark
 
     def forget_computed(self) -> None:
-        """Forget the layers that are not begun: their positions will be computed again."""
+        """Forget the layers that were not begun, because their positions will be computed again."""
         self._computed = list(self._next)
 
     def next_part(self, committed_block: int) -> SendPart | None:

@@ -36,7 +36,7 @@ class Receiving(Unique):
         self._open_timeout = open_timeout
         self._transfers: TicketTransfers | None = None
         self._blob = b""
-        self._committed = 0  # positions that are cached or were received
+        self._committed = 0  # number of positions that are cached or were received
         self._began = 0.0
         self._first_at: float | None = None
         self._wait_seconds = 0.0
@@ -180,9 +180,7 @@ class Receiving(Unique):
     @property
     def _position(self) -> int:
         transfers = self._entered()
-        if self._peer_tickets.is_committed(
-            transfers
-        ):  # a receive of state may be committed after its end
+        if self._peer_tickets.is_committed(transfers):  # the end of a receive of state commits
             self._note_committed(transfers, transfers.ticket.num_tokens)
         return min(self._committed, transfers.kept_tokens)
 

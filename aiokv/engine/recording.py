@@ -68,7 +68,7 @@ class Recordings:
         if prompt is None or self._writer is None or not computed_blocks:
             return
         behind_prompt = self._read.computed_tokens(lease_id) - len(prompt.tokens)
-        # A request does not compute the last token that it generates.
+        # A request does not compute with the last token that it generates.
         self._writer.put(
             TraceEntry(
                 arrived_at=prompt.arrived_at,
@@ -133,7 +133,7 @@ class TraceRecording:
         await asyncio.to_thread(self._writer.close)
 
     def statistics(self) -> RecordingStatistics:
-        """Return the counts from the start on; those of the last second may be missing."""
+        """Return the counts since the start, perhaps without those of the last second."""
         return self._writer.statistics()
 
 

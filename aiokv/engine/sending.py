@@ -121,7 +121,7 @@ class Sending(Unique):
         )
 
     def cancel(self) -> None:
-        """Send nothing more; the receiving engine computes what is missing. Idempotent.
+        """Stop sending. The receiving engine computes the missing positions. Idempotent.
 
         Raises:
             UsageError: the ``async with`` block has not begun, or the call is made in another
@@ -175,7 +175,7 @@ class Sending(Unique):
         return entered(self._transfers, self._peer_tickets, self)
 
     def _advance(self) -> bool:
-        """Send what is computed; return True when all was acknowledged."""
+        """Send the computed positions. Return True if all positions were acknowledged."""
         transfers, peer_tickets = self._entered(), self._peer_tickets
         try:
             peer_tickets.begin_send(transfers, self._progress)

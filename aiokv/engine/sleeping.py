@@ -90,7 +90,7 @@ class Sleep:
             self._control.let_go()
             raise
         if self.asleep:
-            self._control.let_go()  # one hold is enough
+            self._control.let_go()  # one hold suffices
         self.asleep |= falling
         if "device" in falling:
             self.regions = self.regions.without_tensors()
@@ -118,7 +118,7 @@ class Sleep:
         """
         keepers = self._read.holders()
         if "host" in falling or self._has_sides:
-            # The recurrent state and the windows of a swapped lease are still on the device.
+            # Swapped leases still have their recurrent state and windows on the device.
             keepers += self._read.swapped()
         return keepers
 

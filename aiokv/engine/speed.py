@@ -43,7 +43,7 @@ class PrefillSpeed:
     def __init__(self, tokens_per_second: float | None) -> None:
         self._known = tokens_per_second
         self._batches: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
-        self._estimate: float | None = 0.0  # None when a batch was noted since
+        self._estimate: float | None = 0.0  # None if a batch was recorded since the last estimate
 
     @property
     def tokens_per_second(self) -> float:

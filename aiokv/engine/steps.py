@@ -22,7 +22,7 @@ class Steps:
         self._worker = parts.worker
         self._open_step = parts.open_step
         self._times = parts.times
-        self._evicted_device_blocks = 0  # at the last line of the log
+        self._evicted_device_blocks = 0  # count at the last log line
         self._evicted_host_blocks = 0
 
     def close(self, event: Event | None) -> int:
@@ -33,8 +33,8 @@ class Steps:
             DeviceError: the event has failed. The next call ends this step, too.
         """
         self._worker.steps.check_event(event)
-        # The scheduler goes first: after an exception, blocks of the next step must not count as
-        # blocks of this step, whose event may be done. The worker closes both with the next event.
+        # The scheduler goes first. If it raises, blocks of the next step must not count as blocks
+        # of this step, whose event may be done. The worker closes both steps with the next event.
         step = self._dispatcher.apply(self._scheduler.close_step())
         self._open_step.note_closer()
         self._times.step_closes(step)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from aiokv.peers.ticket import Ticket
     from aiokv.scheduler.effects import Effects
 
-MAX_IN_FLIGHT: Final = 64  # transfers of one ticket: a long prompt must not block the loop
-MAX_EARLY: Final = 32  # transfers in flight of positions that may not be committed
+MAX_IN_FLIGHT: Final = 64  # transfers per ticket, so that a long prompt does not block the loop
+MAX_EARLY: Final = 32  # transfers in flight of positions that may stay uncommitted
 
 
 class _Part:
@@ -90,8 +90,9 @@ class TicketTransfers:
     ) -> None:
         self._peer_tickets = peer_tickets
         self._timer: asyncio.TimerHandle | None = None
-        self._parts: dict[int, _Part] = {}  # by transfer: not ended in order, oldest first
-        self._groups: dict[int, tuple[str, int]] = {}  # by transfer in flight, with its blocks
+        # By transfer, oldest first; ends are processed in this order.
+        self._parts: dict[int, _Part] = {}
+        self._groups: dict[int, tuple[str, int]] = {}  # group and blocks of the transfers in flight
         self._begun_groups: set[str] = set()
         self._waiters: list[asyncio.Future[None]] = []
         self._next_block = first_block
@@ -273,7 +274,7 @@ class TicketTransfers:
         self._peer_tickets.submit(self, transfer_id, effects)
 
     def moved(self, transfer_id: int, blocks: int, reason: str) -> None:
-        """Note the end of a transfer, of which the first ``blocks`` blocks have moved. Idempotent.
+        """Record the end of a transfer. Its first ``blocks`` blocks have moved. Idempotent.
 
         Blocks behind the first that has not moved do not count.
         """

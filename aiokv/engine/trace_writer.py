@@ -119,7 +119,7 @@ def _items_key(items: Sequence[tuple[bytes, int, int]], first: int) -> bytes:
 
 
 class TraceFile:
-    """A trace with ids and times of its own.
+    """A trace file, which numbers its ids and times from 0.
 
     Args:
         path: file to make; compressed if its name ends in ``.gz``.
@@ -152,7 +152,7 @@ class TraceFile:
         self._file.write(self._encode(line) + b"\n")
 
     def flush(self) -> None:
-        """Write what is buffered.
+        """Write the buffered entries.
 
         Raises:
             OSError: the file cannot be written, or was deleted.
@@ -211,8 +211,8 @@ class TraceWriter:
         self._dropped = 0
         self._failed = 0
         self._files = 0
-        self._file: TraceFile | None = None  # only the thread uses it and the next four
-        self._unflushed = 0  # entries
+        self._file: TraceFile | None = None  # used by the thread only, as are the next four
+        self._unflushed = 0  # number of entries
         self._flush_at = 0.0
         self._retry_at = 0.0
         self._has_logged = False
@@ -251,7 +251,7 @@ class TraceWriter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what is queued, and close the file. Blocks until then."""
+        """Write the queued entries and close the file. Blocks until both are done."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -296,7 +296,7 @@ class TraceWriter:
             self._flush()
 
     def _flush(self) -> None:
-        """Let a process that is killed leave what it has recorded."""
+        """Write the recorded entries, so that a kill of the process does not lose them."""
         if self._file is None:
             return
         try:

@@ -73,7 +73,8 @@ class Transfers:
         self._on_onload = on_onload
         self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self.layer_waits = LayerWaits()
-        self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the end, by transfer
+        # Futures of tasks that wait for the end, by transfer.
+        self._ends: dict[int, list[asyncio.Future[None]]] = {}
         observers.follow(lambda: list(self._counters.values()))
 
     @property
@@ -101,7 +102,7 @@ class Transfers:
             ended = self._counters.pop(transfer_id, None)
             if ended is not None and self._observers.active:
                 self._observers.transfer_ended(*ended, "cancelled", "")
-            self._wake_waiters(transfer_id)  # no report follows
+            self._wake_waiters(transfer_id)  # no report will follow
         return cancelled
 
     def view(self, lease_id: int, onloads: Iterable[int], owner: str) -> LayerView:

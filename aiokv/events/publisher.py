@@ -25,7 +25,7 @@ log = Log(__name__)
 
 END_SEQUENCE: Final = (-1).to_bytes(8, "big", signed=True)
 MAX_PORT: Final = 2**16 - 1
-_LINGER_MS: Final = 1000  # for the last batch, when the publisher is closed
+_LINGER_MS: Final = 1000  # time to send the last batch after close
 _SENDS_PER_PASS: Final = 64  # batches that a replay sends per pass
 _SUBSCRIBES: Final = 1  # first byte of an XPUB message
 
@@ -163,12 +163,12 @@ class ZmqPublisher:
         zmq = self._zmq
         self._context = zmq.asyncio.Context()
         self._publisher = self._context.socket(zmq.XPUB)
-        self._publisher.set(zmq.XPUB_VERBOSE, 1)  # report each subscriber, not each topic
+        self._publisher.set(zmq.XPUB_VERBOSE, 1)  # report each subscription, even to a known topic
         self._publisher.set(zmq.SNDHWM, self._high_water_mark)
         self._listen("bind", self._publisher, self._bind)
         if self._bind_replay is not None:
             self._replays = self._context.socket(zmq.ROUTER)
-            # A whole replay fits: a router drops what exceeds the mark.
+            # The queue takes a whole replay, because a router drops messages above this mark.
             self._replays.set(zmq.SNDHWM, (self._buffer.maxlen or 0) + 1)
             self._listen("replay", self._replays, self._bind_replay)
 
@@ -211,7 +211,7 @@ class ZmqPublisher:
                     socket.close()
             context, self._context = self._context, None
             self._publisher = self._replays = None
-            if context is not None:  # blocks until the last batch was sent, or the linger is over
+            if context is not None:  # blocks until the last batch is sent, or for _LINGER_MS
                 await asyncio.to_thread(context.term)
 
     @property
@@ -257,7 +257,7 @@ class ZmqPublisher:
             async for batch in self._events:
                 await self._send(batch)
         except Exception:
-            self._send_cleared()  # a router must not go on with what it knows
+            self._send_cleared()  # a router must drop its knowledge of this engine
             raise
         finally:
             self._ended = True

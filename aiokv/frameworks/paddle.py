@@ -79,8 +79,8 @@ def as_integers(tensor: Any) -> Any:
         raise LayoutError(
             f"elements of {tensor.dtype} have {size_bytes} bytes; the size must be 1, 2, 4 or 8"
         )
-    # Of the same size: Paddle 3.3 misplaces a view of another size when it does not begin at the
-    # start of its storage.
+    # The view has elements of the same size: Paddle 3.3 misplaces a view with another size if it
+    # does not begin at the start of its storage.
     view = tensor.detach().view(_INTEGERS[size_bytes])
     if view.data_ptr() != tensor.data_ptr():
         raise LayoutError(f"Paddle copied a tensor of {tensor.dtype} to view it as integers")

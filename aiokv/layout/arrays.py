@@ -234,7 +234,7 @@ def interface_of(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
         except ClosedError:
             raise
         except Exception:
-            continue  # PyTorch raises more than AttributeError, of float8 for example
+            continue  # PyTorch raises other errors, too, such as for float8
     if not hasattr(tensor, "__dlpack__"):
         raise LayoutError(
             f"{what}: {type(tensor).__name__} has neither an array interface nor DLPack"
@@ -245,7 +245,7 @@ def interface_of(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
 def _from_dlpack(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
     try:
         owner = _native.DlpackTensor(tensor.__dlpack__())
-    except Exception as error:  # each library has its own classes
+    except Exception as error:  # each library has its own exception classes
         raise LayoutError(
             f"{what}: {type(tensor).__name__} of {getattr(tensor, 'dtype', 'unknown dtype')} does "
             f"not export its memory through DLPack: {error}",

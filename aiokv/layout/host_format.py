@@ -1,4 +1,4 @@
-"""HostFormat: the bytes of a block in host memory, and of what is stored of it.
+"""HostFormat: the bytes of a block in host memory and in the stores.
 
 ::
 
@@ -91,8 +91,8 @@ def checked_payload(host_format: HostFormat, num_bytes: int, dtype: str) -> Piec
     """Return the form of a piece in host memory.
 
     Raises:
-        LayoutError: the format gives it no bytes, one function of two, or another number of bytes
-            without functions.
+        LayoutError: the format returns no bytes, only one of the two functions, or another number
+            of bytes without functions.
     """
     payload = host_format.payload(num_bytes, dtype)
     is_copied = not payload.encode and not payload.decode
@@ -106,7 +106,7 @@ def checked_payload(host_format: HostFormat, num_bytes: int, dtype: str) -> Piec
 
 
 def aligned(num_bytes: int, unit: int = HOST_ALIGNMENT_BYTES) -> int:
-    """Return the next multiple of ``unit``; by default what a piece takes in a payload."""
+    """Return the next multiple of ``unit``; by default, the size of a piece in a payload."""
     return -(-num_bytes // unit) * unit
 
 

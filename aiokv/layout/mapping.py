@@ -269,11 +269,11 @@ class _Copy(NamedTuple):
     """Copies of one piece: sender's host block to fragment to receiver's host block."""
 
     num_bytes: int  # in the fragment
-    source_shift: int  # bytes before the first common head in the sender's piece
-    target_shift: int  # and in the receiver's
+    source_shift: int  # offset of the common heads in the sender's piece
+    target_shift: int  # offset of the common heads in the receiver's piece
     cut: _Geometry
     place: _Geometry
-    is_whole: bool  # the sender's piece as it is
+    is_whole: bool  # the fragment is the sender's whole piece
     is_equal: bool  # the receiver's piece is equal to the sender's
 
 
@@ -543,7 +543,7 @@ def _with_outer_rows(inner: _Rows, length: int, stride: int) -> _Rows:
 
 
 def _share(piece: PieceLayout, layout: BlockLayout) -> tuple[int, int, int]:
-    """Return (begin, end, total) of what a rank has of a piece.
+    """Return the share of a piece that a rank has, as (begin, end, total).
 
     Heads are counted; without an axis of heads, all ranks have the whole; without axes, each rank
     has a part of its own.

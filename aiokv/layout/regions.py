@@ -286,7 +286,7 @@ class Regions:
     def sent(self) -> Regions:
         """Return the same tensors with host blocks as peers exchange them."""
         if self.host_format is DEVICE_BYTES:
-            return self  # not kept in ``_sent``: a cycle would keep the tensors alive
+            return self  # not stored in ``_sent``, because a cycle would keep the tensors alive
         if self._sent is None:
             self._sent = self.in_format(DEVICE_BYTES)
         return self._sent

@@ -61,7 +61,7 @@ _ALIASES: Final = {
     "head_dim": ("kv_channels", "attention_head_dim"),
     "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len"),
 }
-# Fields that change what is stored, in ways that are not known here.
+# Fields that change the stored bytes in ways that this module does not know.
 _UNKNOWN_FIELDS: Final = (
     "attn_type_list",
     "block_configs",
@@ -269,7 +269,7 @@ def _kv_dtype(fields: ConfigFields, notes: list[str]) -> str | None:
 
 
 def _layer_kinds(fields: ConfigFields) -> list[str]:
-    """Return the kind of each layer that has a cache of its own."""
+    """Return the kind of each layer that does not share the cache of another layer."""
     num_layers = fields.integer("num_hidden_layers")
     given = fields.get("layer_types") or _pattern_kinds(fields)
     if given is not None:
@@ -388,7 +388,7 @@ def _kv_heads(fields: ConfigFields, number: int, query_heads: int) -> int:
             error=ConfigError,
         )
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
-        return 1  # Falcon: num_kv_heads counts only in the new architecture
+        return 1  # Falcon: num_kv_heads is used only by the new architecture
     if fields.get("multi_query_attention") is False:
         return query_heads
     return query_heads if heads is None else fields.integer("num_key_value_heads")

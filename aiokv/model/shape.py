@@ -42,7 +42,7 @@ BLOCK_WISE: Final = {"block_wise_fp8": "fp8", "block_wise_int8": "int8"}
 INT4_ZP: Final = "int4_zp"
 KV_DTYPES: Final = ("auto", *ELEMENT_BYTES, *BLOCK_WISE, INT4_ZP, FP8_DS_MLA)
 
-# Name of the element type of bytes.
+# Element types with a name of their own; elements of other types are bytes.
 _ELEMENTS: Final = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",

@@ -271,7 +271,7 @@ class _Tier:
         }
         self.block_bytes = self._block_bytes(None)
         self.window_block_bytes = {name: self._block_bytes(name) for name in shape.windows}
-        # The device has the blocks of a step besides those of the window; the host keeps a window.
+        # The device has the blocks of the window and of one step; the host has those of the window.
         step = 1 if is_host else memory.step_tokens
         longest = _blocks(memory.conversation_tokens, memory.block_tokens)
         self._least = {  # per group: the engine refuses fewer device blocks
@@ -305,7 +305,7 @@ class _Tier:
     def conversations(self, total_bytes: int, blocks: int) -> int:
         """Return the conversations that fit in ``total_bytes``."""
         count = total_bytes // self.conversation_bytes(blocks)
-        # The engine's least number of window blocks can exceed what few conversations need.
+        # The engine's minimum of window blocks can exceed the need of a few conversations.
         while count and self.blocks_beside(total_bytes, count) < count * blocks:
             count -= 1
         return count

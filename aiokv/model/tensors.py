@@ -266,14 +266,14 @@ def _checked(make: _Make, library: str, device: str | None) -> _Make:
     def checked(shape: tuple[int, ...], dtype: str) -> Any:
         try:
             return make(shape, dtype)
-        except Exception:  # each library has errors of its own
+        except Exception:  # each library has its own exception classes
             try:
                 make((1,), "uint8")
             except Exception as error:
                 raise ConfigError(
                     f"device is {checks.shown(device)}; {library} creates no tensors there: {error}"
                 ) from error
-            raise  # too little memory, for example
+            raise  # for example, there is too little memory
 
     return checked
 
@@ -404,7 +404,7 @@ def _register(
         "axes": first.axes,
         "heads": first.heads,
     }
-    # Layers with another number of heads are a region of their own.
+    # Layers with another number of heads form a region of their own.
     name = first.name
     if name in regions.names:
         name = f"{name}.{first.heads[1] if first.heads else 0}_heads"

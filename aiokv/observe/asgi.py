@@ -69,13 +69,14 @@ if TYPE_CHECKING:
 JSON: Final = "application/json"
 TEXT: Final = "text/plain; charset=utf-8"
 EVENTS: Final = "text/event-stream"
-TOLERATED: Final = {"stores"}  # checks without which an engine serves all requests
+TOLERATED: Final = {"stores"}  # checks that may fail while the engine serves all requests
 PAGE: Final = {  # path -> file in the package, content type
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-# The page loads only files of this app and connects only to it; no script of another origin runs.
+# The page loads only files of this app and connects only to this app. No script of another origin
+# runs.
 PAGE_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
@@ -177,7 +178,7 @@ class Application:
             )
         try:
             return self._answers[path](scope)
-        except UsageError as error:  # an engine of a loop that was closed before the engine
+        except UsageError as error:  # its loop was closed before the engine
             return _text(503, str(error))
 
     async def _stream(
@@ -253,7 +254,7 @@ class Application:
         }
         failed = {name: failed_checks(engine) for name, engine in self._engines.items()}
         answer = {"time_seconds": time.time(), "failed": failed, "engines": dumps}
-        # The next answer repeats one second, since a record arrives after its end.
+        # The next answer repeats one second, because records arrive some time after their end.
         return _json(200, {**answer, "after": now - 1.0})
 
     def _watch(self, name: str, engine: CacheEngine) -> Watching:

@@ -117,7 +117,7 @@ def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> It
     )
     held = engine.inspect.device_blocks_by_salt()
     yield _one("aiokv_salts", "Salts whose leases hold device blocks.", len(held))
-    others = held.pop(OTHER_SALTS, 0)  # a salt of this name counts as one of the others
+    others = held.pop(OTHER_SALTS, 0)  # a salt with this name is counted with the others
     largest = sorted(held, key=lambda salt: (-held[salt], salt))[:MAX_SALTS]
     others += sum(held.values()) - sum(held[salt] for salt in largest)
     yield Family(
@@ -156,7 +156,8 @@ class _Fields(NamedTuple):
     """Fields of a record: labels of all its numbers, and what it shows, in order."""
 
     labels: list[tuple[str, str]]  # field and label
-    shown: list[tuple[str, Metric | Label | None]]  # numbers have a metric, branches do not
+    # A number has a metric, a branch has a label or None.
+    shown: list[tuple[str, Metric | Label | None]]
 
 
 @cache

@@ -107,7 +107,7 @@ class EngineTracer(Unique):
 
     def _note(self, record: TransferSpan | LeasePhase | BatchSpan, context: Context | None) -> None:
         if isinstance(record, BatchSpan):
-            return  # a batch belongs to the requests of all its leases
+            return  # a batch belongs to several requests
         parent = self._no_context if context is None else context.run(self._current)
         is_root = not self._trace.get_current_span(parent).get_span_context().is_valid
         if is_root and not self._roots:

@@ -58,7 +58,7 @@ class Acceptance:
             return Refused(ticket_id=message.ticket_id, kind="layout", reason=str(error)[:1024])
         known = [] if incoming is None else [*incoming.sources.values()]
         if known and any(each.is_identity for each in (*known, source)):
-            # One of them has whole blocks, so that no rank of its engine has to add a part.
+            # One of the two sends whole blocks, so no other rank of its engine has to add a part.
             reason = "a sender of another engine has, or had, the ticket"
             return Refused(ticket_id=message.ticket_id, kind="ticket", reason=reason)
         return source
@@ -76,7 +76,7 @@ class Acceptance:
         if message.transport != self._transport:
             return f"the transport is {message.transport!r}; here it is {self._transport!r}"
         if message.sender_rank in incoming.sources or incoming.done:
-            # Also of one that has ended: its fragments may be in assemblies.
+            # This includes a sender that has ended: its fragments may be in assemblies.
             return f"a sender of rank {message.sender_rank} has, or had, the ticket"
         return ""
 

@@ -63,7 +63,7 @@ class AcceptedConnections:
         self._receiver: Receiver[Connection] | None = None
         self._landing: PeerMemory | None = None
         self._connections: set[Connection] = set()
-        self._waiting: dict[Connection, list[Message]] = {}  # messages behind the first Open
+        self._waiting: dict[Connection, list[Message]] = {}  # messages that follow the first Open
         self._metadata: dict[Connection, bytes] = {}  # metadata of one-sided transports
         self._accepts: set[asyncio.Task[None]] = set()
         self._fences: dict[Connection, asyncio.Task[None]] = {}
@@ -109,7 +109,7 @@ class AcceptedConnections:
         Cancellation: call it again.
         """
         for fence in self._fences.values():
-            fence.cancel()  # the transport closes what they wait for
+            fence.cancel()  # the transport closes the connections that it waits for
         if self._fences:
             await asyncio.wait(list(self._fences.values()))
 
@@ -160,7 +160,7 @@ class AcceptedConnections:
         finally:
             messages = self._waiting.pop(connection)
         self._metadata[connection] = metadata
-        if connection.reason:  # on_closed was called before
+        if connection.reason:  # on_closed was called already
             self._begin_fence(connection, may_write=False)
             return
         if refusal:

@@ -41,9 +41,9 @@ class SenderBlocks(NamedTuple):
 
     @property
     def is_identity(self) -> bool:
-        """True if the fragments of all groups are blocks of the receiver as they are.
+        """True if each fragment of every group is a whole block of the receiver, unchanged.
 
-        Otherwise several ranks may have parts of a block, or all of it, of any group.
+        Otherwise, several ranks may each send a part of a block, or the whole block.
         """
         return all(mapping.is_identity for mapping in self.mappings)
 

@@ -50,7 +50,7 @@ class AssemblySlots:
         return len(self._free)
 
     def begin(self) -> Assembly:
-        """Begin the assembly of a block in a free slot, of which there is one."""
+        """Begin the assembly of a block in a free slot. Requires a free slot."""
         return Assembly(self._free.pop())
 
     def end_write(self, assembly: Assembly, place: tuple[int, int]) -> None:

@@ -54,7 +54,7 @@ class Connections:
         self._connect_seconds = connect_seconds
         self._idle_seconds = idle_seconds
         self._endpoints: dict[tuple[str, int], _EndpointConnection] = {}
-        self._attempts: set[asyncio.Task[Connection]] = set()  # cancelled ones, too
+        self._attempts: set[asyncio.Task[Connection]] = set()  # includes cancelled attempts
         self._closed = False
 
     @property
@@ -123,7 +123,7 @@ class Connections:
     def _end_attempt(self, attempt: asyncio.Task[Connection]) -> None:
         self._attempts.discard(attempt)
         if not attempt.cancelled():
-            attempt.exception()  # its callers may have been cancelled, and do not ask for it
+            attempt.exception()  # retrieve it: callers that were cancelled do not
 
     async def _attempt(self, host: str, port: int, endpoint: _EndpointConnection) -> Connection:
         try:
@@ -182,4 +182,4 @@ class Connections:
             attempt.cancel()
         if self._attempts:
             await asyncio.wait(set(self._attempts))
-        await asyncio.sleep(0)  # the sockets are closed
+        await asyncio.sleep(0)  # then the sockets are closed

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
-# Behind the end of the process of a sender, the driver stops its copies, each of which takes less
-# than a millisecond. The proof of a fragment is computed again while it is copied to device blocks.
+# When the process of a sender has ended, the driver stops its copies, each of which takes less than
+# a millisecond. The proof of a fragment is computed again when it is copied to device blocks.
 LAST_COPIES_SECONDS: Final = 0.05
 
 
@@ -55,7 +55,7 @@ def this_process() -> bytes:
 
 def _rename_process() -> None:
     this_process.cache_clear()
-    this_process()  # now, so that two threads cannot make different names
+    this_process()  # create the name now, because two threads could create different ones
 
 
 _rename_process()
@@ -161,7 +161,7 @@ class CudaIpcEndpoint:
         mapped, self._mapped = self._mapped, None
         for each in (copies, mapped):
             if each is not None:
-                with suppress(DeviceError):  # the GPU is lost: nothing runs on it any more
+                with suppress(DeviceError):  # the GPU is lost, so nothing runs on it any more
                     each.close()
         if self._receives:
             time.sleep(LAST_COPIES_SECONDS)

@@ -53,8 +53,8 @@ class Fragment(Generic[C]):
         self.busy = False
         self.proven = False
         self.dropped = False
-        self.again = False  # write it again when its present write has ended
-        self.deferred = False  # until an Again, without an outgoing slot
+        self.again = False  # True: write it again after its present write
+        self.deferred = False  # True: it has no outgoing slot, and waits for an Again
 
     @property
     def group(self) -> int:
@@ -141,7 +141,7 @@ class SlotFill:
         self.send = send
         self.group = group
         self.fragments = fragments
-        self.copy_id = 0  # for the port
+        self.copy_id = 0  # id of the copy in the port
 
     @property
     def device_ids(self) -> list[int]:

@@ -37,7 +37,7 @@ class DeviceFragmentWork(SlotAccess):
     def __init__(self, slots: DeviceSlots, poller: EventPoller) -> None:
         super().__init__(poller)
         self._slots = slots
-        self._keys: dict[int, bytes] = {}  # key of the fragment verified last, by landing slot
+        self._keys: dict[int, bytes] = {}  # by landing slot: key of the last verified fragment
 
     def landing_keys(self, slots: Sequence[int]) -> bytes:
         """See :meth:`SlotAccess.landing_keys`."""

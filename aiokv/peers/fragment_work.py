@@ -99,7 +99,7 @@ class FragmentWork(SlotAccess):
 
 
 def _result_of(call: Callable[[], Any]) -> Any:
-    """Return the result of ``call``; None if it raises, which the loop is told."""
+    """Return the result of ``call``. If it raises, tell the loop and return None."""
     try:
         return call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Incoming: a ticket that senders may open, and what has arrived for it. Pure."""
+"""Incoming: a ticket that senders may open, and the fragments that have arrived. Pure."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class IncomingTicket(Generic[C]):
         end = -(-self.ticket.num_tokens // source.block_tokens)
         if group == 0 or self.is_range(group):
             return group < len(source.mappings) and first <= block < end
-        # The state is one block, with the number 0.
+        # A state is one block, with the number 0.
         return group < len(source.mappings) and (first <= block < end or block == 0)
 
     # --- blocks of plans --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiokv.peers.messages import Open
     from aiokv.peers.ticket import Endpoint, Ticket
 
-MIN_CUT_SLOTS: Final = 2  # a block, and the fragment that is cut out of it
+MIN_CUT_SLOTS: Final = 2  # one for a block and one for a fragment of it
 MAX_MAPPINGS: Final = 256
 
 

@@ -183,7 +183,7 @@ class Credit(_Message, frozen=True, tag="credit"):
 
 
 class Return(_Message, frozen=True, tag="return"):
-    """Credits that the sender does not use, and fragments that it wants no slot for any more.
+    """Unused credits, and the number of fragments for which the sender needs no slot any more.
 
     No write of the sender into these slots is, or will be, in progress.
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from aiokv.peers.transport import PeerMemory
 
-# The pump thread of an agent sleeps until UCX has an event, and for at most this time. With less,
-# an idle agent takes more CPU time: 2 % of a core with 1 ms, half a core with 0.
+# Longest sleep of an agent's pump thread, which wakes when UCX has an event. With less, an idle
+# agent takes more CPU time: 2 % of a core with 1 ms, half a core with 0.
 PUMP_MICROSECONDS: Final = 50_000
-WRITE_SECONDS: Final = 10.0  # longest write; then its agent is closed
-MAX_PAUSE_SECONDS: Final = 0.0005  # between looks at the state of a write
+WRITE_SECONDS: Final = 10.0  # longest write; its agent is closed after that
+MAX_PAUSE_SECONDS: Final = 0.0005  # longest pause between two queries of a write
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 _BACKEND: Final = "UCX"
 
@@ -124,7 +124,7 @@ class NixlEndpoint:
 
     def _check(self, options: Mapping[str, str]) -> None:
         """Raise for a parameter that the plugin would ignore."""
-        # The plugin names its parameter for devices otherwise than it reads it.
+        # The plugin reads its parameter for devices by another name than the one that it lists.
         known = {*self._agent.getPluginParams(_BACKEND)[0], "device_list"} - {"ucx_devices"}
         if unknown := sorted(set(options) - known):
             raise EndpointError(

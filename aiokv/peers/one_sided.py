@@ -43,13 +43,13 @@ log = Log(__name__)
 _T = TypeVar("_T")
 
 WRITE_BYTES: Final = 4 << 20  # per call of a library that writes from host memory
-START_SECONDS: Final = 30.0  # for the first endpoints, which load the library
-ENDPOINT_SECONDS: Final = 5.0  # for a further endpoint, or to connect it
-CLOSE_SECONDS: Final = 3.0  # after which ``aclose`` leaves an endpoint behind
+START_SECONDS: Final = 30.0  # time for the first endpoints, which load the library
+ENDPOINT_SECONDS: Final = 5.0  # time to create or connect a further endpoint
+CLOSE_SECONDS: Final = 3.0  # time to close an endpoint; after that ``aclose`` abandons it
 _MACHINE: Final = Path("/proc/sys/kernel/random/boot_id")
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 
-_left_behind: list[PeerMemory] = []  # memory that may still be accessed, until the process ends
+_left_behind: list[PeerMemory] = []  # memory that the library may access until the process ends
 
 
 class EndpointError(Exception):
@@ -99,7 +99,7 @@ class LibraryEndpoint(Protocol):
 
 
 class Backend(Protocol):
-    """A library.
+    """A library that writes into the memory of other processes.
 
     Attributes:
         name: name of the transport.
@@ -279,7 +279,8 @@ class OneSidedTransport:
         self._machine = this_machine() if machine is None else machine
         self._landing: PeerMemory | None = None
         self._outgoing: PeerMemory | None = None
-        self._spares: dict[bool, _EndpointThread] = {}  # by ``receives``; created, not connected
+        # By ``receives``; created, but not connected.
+        self._spares: dict[bool, _EndpointThread] = {}
         self._incoming: dict[Connection, _ReceivingEnd] = {}
         self._links: set[OneSidedLink] = set()
         self._connecting: set[_EndpointThread] = set()
@@ -361,7 +362,7 @@ class OneSidedTransport:
             connecting = channel.connect(target)
             await _ended(connecting, ENDPOINT_SECONDS, "the endpoint did not connect")
         except BaseException as error:
-            channel.close()  # it reads no memory: nothing was written
+            channel.close()  # nothing was written, so the library reads no memory of it
             if isinstance(error, EndpointError):
                 raise PeerError(
                     f"the {self.name} transport cannot reach {connection.remote}: {error}"
@@ -412,7 +413,7 @@ class OneSidedTransport:
             if late:
                 self._leave_behind(len(late))
         for connection, incoming in list(self._incoming.items()):
-            incoming.channel.close()  # without waiting for a peer that did not end
+            incoming.channel.close()  # do not wait for a peer that did not end
             del self._incoming[connection]
             connection.unhold()
         self._spares.clear()
@@ -440,7 +441,7 @@ class OneSidedTransport:
 
 
 class OneSidedLink:
-    """See :class:`~aiokv.peers.transport.Link`. It closes itself behind its connection."""
+    """See :class:`~aiokv.peers.transport.Link`. It closes itself after its connection has ended."""
 
     def __init__(
         self,
@@ -456,7 +457,7 @@ class OneSidedLink:
         self._outgoing = outgoing
         self._target = target
         self._writing = 0  # calls in progress
-        self._is_sound = True  # no write failed
+        self._is_sound = True  # False after a write that failed
         self._is_held = True
         connection.hold()
         self._closing = asyncio.get_running_loop().create_task(self._close_behind())
@@ -483,7 +484,8 @@ class OneSidedLink:
             await self._withdraw(writes)
             raise
         except EndpointError as error:
-            # The memory is read no more: the endpoint was closed before its failure was reported.
+            # The library no longer reads the memory, because it closed the endpoint before it
+            # reported the failure.
             self._is_sound = False
             raise PeerError(self._why(f"a write failed: {error}")) from error
         finally:
@@ -554,7 +556,7 @@ class OneSidedLink:
     async def aclose(self) -> None:
         """Close the endpoint. Cancellation: call it again."""
         if self._closing.done() and not self._is_held:
-            return  # closed behind its connection; the endpoint may serve another one
+            return  # its connection has closed it; the endpoint may serve another one
         self._closing.cancel()
         self._close()
         await _settled(self._channel.close())

@@ -220,7 +220,7 @@ def _is_wildcard(host: str) -> bool:
     if _is_ip6(host):
         address = ipaddress.IPv6Address(host)
         return address.is_unspecified or address.ipv4_mapped == ipaddress.IPv4Address(0)
-    try:  # also of "0" and "0x0", which the system takes for 0.0.0.0
+    try:  # "0" and "0x0" are caught here, too: the system takes them for 0.0.0.0
         return host == "*" or socket.inet_aton(host) == bytes(4)
     except OSError:
         return False

@@ -24,7 +24,8 @@ class OutgoingSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._most = max(num_slots // 2, 1)  # a receiver that stalls leaves slots for the others
+        # Per receiver, so that a stalled one leaves slots for the others.
+        self._most = max(num_slots // 2, 1)
         self._free = list(range(num_slots))
 
     @property
@@ -33,11 +34,11 @@ class OutgoingSlots:
         return len(self._free)
 
     def has_room(self, fragment: Fragment[Any]) -> bool:
-        """Return True if a fragment without a slot may take the slots that it needs."""
+        """Return True if there are enough slots for a fragment that has none."""
         return len(self._free) >= fragment.num_slots and fragment.queue.slots < self._most
 
     def take(self, fragment: Fragment[Any]) -> None:
-        """Give a fragment the slots that it needs, for which there is room."""
+        """Give a fragment its slots. Requires ``has_room``."""
         fragment.slot = self._free.pop()
         if fragment.num_slots == 2:
             fragment.block_slot = self._free.pop()

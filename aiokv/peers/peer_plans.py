@@ -103,7 +103,7 @@ class PeerPlans(Executor[_Work]):
             return
         if failure is not None:
             failure = CopyError(leading_blocks, failure.reason)
-        # The state of a lease is the one before, unless it was written.
+        # A lease keeps its old state unless the transfer has written it.
         is_state = entry.plan.group_route == ("last", RECEIVE)
         cancelled = not is_touched if is_state else entry.work.is_cancelled and not leading_blocks
         self._plans.end(entry, failure, cancelled=cancelled, moved_blocks=leading_blocks)

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.steps import WorkerSteps
 
-LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
-LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
+LAST_MESSAGES_SECONDS: Final = 0.5  # time to send the last messages when the worker closes
+LAST_WRITES_SECONDS: Final = 5.0  # time for threads and writes to end when the worker closes
 
 
 class PeerTransfers:
@@ -279,7 +279,7 @@ class PeerTransfers:
         return None if self._opener is None else self._opener.link(connection)
 
     def _open_work(self, memory: WorkerMemory) -> tuple[SlotAccess, PeerMemory]:
-        """Return what accesses the bytes in the slots, and all slots."""
+        """Return the object that accesses the bytes of the slots, and all slots."""
         poller, slots = self._poller, memory.device_slots
         if poller is None:
             raise ClosedError("the worker is not open")
@@ -373,7 +373,7 @@ class PeerTransfers:
         await self._accepted.finish(LAST_WRITES_SECONDS)
         if self._work is not None:
             await self._work.finish()
-        await asyncio.sleep(0)  # the handlers have noted the ends
+        await asyncio.sleep(0)  # let the handlers record the ends
         await self._accepted.cancel_fences()
 
     def _all_connections(self) -> list[Connection]:

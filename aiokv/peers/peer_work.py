@@ -277,5 +277,5 @@ class SenderWork:
         self._parts.plans.end(send.plan.transfer_id, send.leading_blocks, send.failure)
 
     def ended(self, ticket_id: bytes, reason: str) -> None:
-        """Tell the end of a ticket that was sent. Idempotent."""
+        """Report the end of a sent ticket. Idempotent."""
         self._parts.access.soon(partial(self._on_ticket_end, ticket_id, reason))

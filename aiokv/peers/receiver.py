@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import CopyError
 
 C = TypeVar("C", bound="Hashable")  # a connection
-D = TypeVar("D", bound="Hashable", contravariant=True)  # likewise
+D = TypeVar("D", bound="Hashable", contravariant=True)  # a connection
 
-MAX_WRONG: Final = 3  # wrong fragments of one block, before the ticket is given up
+MAX_WRONG: Final = 3  # wrong fragments of one block; after them, the ticket fails
 
 
 class ReceiverPort(Protocol[D]):
@@ -204,7 +204,7 @@ class Receiver(Generic[C]):
         receive = self._receives.get(transfer_id)
         if receive is None:
             return False
-        for copy in receive.copies:  # its step may stay open
+        for copy in receive.copies:  # its step may be open for a long time
             copy.is_taken_back = self._port.take_back(copy)
         self._give_up(receive, reason)
         return True
@@ -302,8 +302,8 @@ class Receiver(Generic[C]):
         )
 
     def _on_want(self, connection: C, message: Want) -> None:
-        # Also for a ticket that has ended: the sender counts its wishes by connection, and takes
-        # back those that it has for nothing.
+        # This is done even for an ended ticket: the sender counts its requests for slots per
+        # connection, and takes back those that it no longer needs.
         if connection in self._connections:
             self._ring.want(connection, message.fragments)
             self._grant()
@@ -369,7 +369,7 @@ class Receiver(Generic[C]):
         is_identity = source.is_identity
         block = block_key(group, message.sender_block)
         if not incoming.has(source, group, message.sender_block):
-            # What is kept per block would have no limit.
+            # The number of stored blocks would have no limit.
             self._drop(message.slot)
             self.close_ticket(
                 message.ticket_id, f"{shown_block(block)} of the sender is not in the ticket"
@@ -502,7 +502,7 @@ class Receiver(Generic[C]):
         self._tell_wrong(sender.connection, ticket_id, block, "no room", is_busy=True)
 
     def _ask_again(self) -> None:
-        """Ask for the fragments that were deferred, as far as there is room for them now."""
+        """Request deferred fragments for which there is room now."""
         for fragment in self._deferred.take():
             self._tell(fragment.sender.connection, Again, fragment.ticket_id, [fragment.block])
 
@@ -519,7 +519,7 @@ class Receiver(Generic[C]):
             for block, slot, receive in incoming.place(fragment, assemblies):
                 ready.add(receive, block, slot)
             sender = incoming.senders.get(fragment.sender_rank)
-            self._answer_unplaced(incoming, sender, fragment)  # if more blocks wait for it
+            self._answer_unplaced(incoming, sender, fragment)  # more blocks may wait for it
         self._copy_all(ready)
         for ticket_id in {fragment.ticket_id for fragment in fragments}:
             self._check_ended(ticket_id)
@@ -578,7 +578,7 @@ class Receiver(Generic[C]):
         self._settle(receive)
 
     def _end_ticket(self, incoming: IncomingTicket[C], reason: str) -> None:
-        """Give up what a ticket misses; drop its fragments in hand when they are verified."""
+        """Give up the missing blocks of a ticket; drop its other fragments when verified."""
         if not incoming.closed:
             incoming.closed = reason
             for sender in list(incoming.senders.values()):
@@ -594,7 +594,7 @@ class Receiver(Generic[C]):
         self._grant()
 
     def _check_ended(self, ticket_id: bytes) -> None:
-        """End a ticket of which a sender has sent all, when the last fragments were placed."""
+        """End a ticket if a sender has sent all blocks and the last fragments were placed."""
         incoming = self._tickets.get(ticket_id)
         if incoming is None:
             return
@@ -611,7 +611,7 @@ class Receiver(Generic[C]):
         if not receive.at_rest or self._receives.get(transfer_id) is not receive:
             return
         if not receive.missing:
-            receive.failure = None  # its last copy has ended well after all
+            receive.failure = None  # its last copy has succeeded meanwhile
         self._port.received(receive)
         incoming = self._tickets.get(receive.plan.peer)
         if incoming is not None:

@@ -76,17 +76,17 @@ class _Slot(Generic[C]):
     def __init__(self) -> None:
         self.state = SlotState.FREE
         self.generation = 0
-        self.owner: C | None = None  # the connection with the credit; None when FREE or LANDED
+        self.owner: C | None = None  # connection with the credit; None if FREE or LANDED
 
 
 class _Demand:
-    """Slots that a connection asks for, and slots that it has."""
+    """Numbers of slots that a connection requests and has."""
 
     __slots__ = ("held", "wanted")
 
     def __init__(self) -> None:
         self.wanted = 0
-        self.held = 0  # GRANTED and LANDING
+        self.held = 0  # number of slots that are GRANTED or LANDING
 
 
 class LandingRing(Generic[C]):
@@ -109,10 +109,11 @@ class LandingRing(Generic[C]):
     def __init__(self, num_slots: int) -> None:
         self.num_slots = integer("num_slots", num_slots, minimum=1, maximum=MAX_INT32)
         self._slots: list[_Slot[C]] = [_Slot() for _ in range(self.num_slots)]
-        # The slot that was freed first is granted first: a late write has the longest time to
-        # be noticed as stale.
+        # The slot that was freed first is granted first, so that a late write into a freed slot is
+        # most likely detected as stale.
         self._free = deque(range(self.num_slots))
-        self._demands: dict[C, _Demand] = {}  # with credits or wishes; longest waiting first
+        # Connections with credits or requests; the longest waiting first.
+        self._demands: dict[C, _Demand] = {}
         self._counts = [0] * len(SlotState)
         self._counts[SlotState.FREE] = self.num_slots
         self._credits = 0
@@ -140,10 +141,10 @@ class LandingRing(Generic[C]):
         waiting = {c: demand for c, demand in self._demands.items() if demand.wanted}
         granted: dict[C, list[SlotCredit]] = {}
         while self._free and waiting:
-            connection = min(waiting, key=lambda c: waiting[c].held)  # the first among equals
+            connection = min(waiting, key=lambda c: waiting[c].held)  # of equal ones, the first
             demand = waiting[connection]
             granted.setdefault(connection, []).append(self._grant_one(connection, demand))
-            # At the end of the line, among those with as many credits.
+            # It becomes the last of those with as many credits.
             self._demands[connection] = self._demands.pop(connection)
             del waiting[connection]
             if demand.wanted:
@@ -192,7 +193,7 @@ class LandingRing(Generic[C]):
         return True
 
     def landed(self, slot: int) -> None:
-        """Note that all bytes of a fragment are in its slot, which nothing writes any more.
+        """Record that all bytes of a fragment are in its slot. Nothing writes the slot any more.
 
         The slot belongs to the caller until ``free``; ``revoke`` does not affect it.
 
@@ -230,7 +231,7 @@ class LandingRing(Generic[C]):
         for index, slot in enumerate(self._slots):
             if slot.owner != connection:
                 continue
-            if slot.state is SlotState.QUARANTINED:  # by an earlier call
+            if slot.state is SlotState.QUARANTINED:  # an earlier call has done so
                 quarantined.append(index)
             elif may_write:
                 self._change(slot, SlotState.QUARANTINED)

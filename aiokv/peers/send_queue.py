@@ -67,7 +67,7 @@ class SendQueue(Generic[C]):
         return fragment
 
     def remove_dropped(self) -> None:
-        """Remove the fragments of which nothing is sent any more."""
+        """Remove the fragments that will not be sent any more."""
         self.waiting = deque(fragment for fragment in self.waiting if not fragment.dropped)
 
     def take_spare(self) -> Return | None:
@@ -85,7 +85,7 @@ class SendQueue(Generic[C]):
         return Return(slots=slots, unwanted=unwanted)
 
     def disconnect(self) -> None:
-        """Note the end of the connection: no credit is valid, and none comes."""
+        """Drop all credits and requests for credits, because the connection has ended."""
         self.credits.clear()
         self.wanted = 0
 

@@ -60,7 +60,7 @@ class SenderPort(Protocol[C]):
     """Work that the sender starts. Each call returns at once, and none calls back in it."""
 
     def send(self, connection: C, message: Message) -> None:
-        """Send a message, in order; one to a connection that has ended is dropped."""
+        """Send a message, in order. Drop it if the connection has ended."""
 
     def is_open(self, plan: TransferPlan) -> bool:
         """Return True while work that computes the blocks may not have been submitted yet."""
@@ -80,7 +80,7 @@ class SenderPort(Protocol[C]):
         """Report a plan; nothing reads its blocks. Idempotent."""
 
     def ended(self, ticket_id: bytes, reason: str) -> None:
-        """Tell that a ticket has ended: no plan of it is taken any more. Idempotent."""
+        """Report that a ticket has ended and takes no plan any more. Idempotent."""
 
 
 class Sender(Generic[C]):
@@ -114,7 +114,7 @@ class Sender(Generic[C]):
         self._queues: dict[C, SendQueue[C]] = {}
         self._tickets: dict[bytes, OutgoingTicket[C]] = {}
         self._sends: dict[int, Send] = {}
-        # Of tickets that have ended by themselves, newest last.
+        # Reasons of tickets that have ended by themselves, newest last.
         self._reasons: dict[bytes, str] = {}
         self._counts = SenderCounts()
 
@@ -214,7 +214,7 @@ class Sender(Generic[C]):
         return True
 
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:
-        """End a ticket, and give up what was not acknowledged. Idempotent."""
+        """End a ticket, and give up its unacknowledged fragments. Idempotent."""
         outgoing = self._tickets.get(ticket_id)
         if outgoing is not None:
             self._end_ticket(outgoing, reason, tell=True)
@@ -260,7 +260,7 @@ class Sender(Generic[C]):
     # --- messages of receivers --------------------------------------------------------------------
 
     def on_message(self, connection: C, message: Message) -> None:
-        """Handle a message of a receiver; those about tickets that have ended are ignored."""
+        """Handle a message of a receiver. Ignore messages about ended tickets."""
         queue = self._queues.get(connection)
         if isinstance(message, Credit):
             if queue is None:
@@ -330,7 +330,7 @@ class Sender(Generic[C]):
             fragment.again = True
             if not fragment.busy:
                 self._again(fragment)
-        self._pump_all()  # fragments that were deferred have freed their slots
+        self._pump_all()  # the slots of deferred fragments are free now
 
     def _on_again(self, connection: C, message: Again) -> None:
         outgoing = self._tickets.get(message.ticket_id)
@@ -419,7 +419,7 @@ class Sender(Generic[C]):
         if ready:
             self._port.seal(ready)
         self._settle(send)
-        self._pump_all()  # a failure, or a dropped fragment, has freed slots
+        self._pump_all()  # a failed or dropped fragment has freed slots
 
     def sealed(self, fragments: Sequence[Fragment[C]]) -> None:
         """Write the fragments whose trailers are complete."""
@@ -430,10 +430,10 @@ class Sender(Generic[C]):
             ready.setdefault(fragment.queue.connection, []).append(fragment)
         for connection, its in ready.items():
             self._port.write(connection, its)
-        self._pump_all()  # with the slots of whole blocks
+        self._pump_all()  # the slots of whole blocks are free now
 
     def written(self, fragments: Sequence[Fragment[C]]) -> None:
-        """Note that the transport reads the slots of these fragments no more."""
+        """Record that the transport no longer reads the slots of these fragments."""
         for fragment in fragments:
             fragment.busy = False
             fragment.credit = None
@@ -479,7 +479,7 @@ class Sender(Generic[C]):
         self._settle(send)
 
     def _end_ticket(self, outgoing: OutgoingTicket[C], reason: str, *, tell: bool) -> None:
-        """Give up what is left of a ticket; tell the receivers with ``Done`` or ``Cancel``."""
+        """Give up the rest of a ticket; send ``Done`` or ``Cancel`` to the receivers."""
         ticket_id = outgoing.ticket.ticket_id
         if not outgoing.closed:
             outgoing.closed = reason
@@ -502,7 +502,7 @@ class Sender(Generic[C]):
         if not send.at_rest or self._sends.get(transfer_id) is not send:
             return
         if not send.unproven:
-            send.failure = None  # its last fragment was acknowledged after all
+            send.failure = None  # its last fragment was acknowledged meanwhile
         self._port.sent(send)
         outgoing = self._tickets.get(send.plan.peer)
         if outgoing is not None:

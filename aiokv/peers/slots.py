@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
 
-ASSEMBLY_SHARE: Final = 4  # one of 4 blocks of the ring assembles blocks of other layouts
+ASSEMBLY_SHARE: Final = 4  # 1/4 of the ring's blocks assembles blocks of other layouts
 FRAGMENT_TOKENS: Final = 64  # tokens of the largest block that a landing slot of a large ring holds
-MIN_LANDING_SLOTS: Final = 8  # a ring with fewer has smaller slots
+MIN_LANDING_SLOTS: Final = 8  # a smaller ring has smaller slots instead
 # A copy engine of an H200 moves slots at multiples of 4 KiB to another GPU at 350 GB/s, others at
 # 285 GB/s.
 DEVICE_ALIGNMENT: Final = 4096
@@ -78,7 +78,7 @@ class ArenaSlots(NamedTuple):
                 )
             blocks.append(size // slot_bytes)
         ring = 0 if options.listen is None else blocks[0]
-        # Fragments in the memory of a GPU are not put together: the layouts are equal.
+        # Fragments in GPU memory are not assembled, because the layouts are equal.
         is_mapped = not options.slots_on_device and any(
             piece.axes is not None for piece in regions.all_pieces()
         )

@@ -120,7 +120,7 @@ def encode(ticket: Ticket, key: bytes) -> bytes:
     """
     body = _encoder.encode(ticket)
     blob = body + hmac.digest(key, body, "sha256")
-    decode(blob, key)  # the sending engine must be able to read it
+    decode(blob, key)  # check that the sending engine can read it
     return blob
 
 
@@ -166,7 +166,7 @@ def decode(blob: bytes, key: bytes) -> Ticket:
 
 
 def _check(ticket: Ticket) -> None:
-    """Check what relates several fields.
+    """Check conditions on several fields.
 
     Raises:
         ValueError: the fields contradict one another.

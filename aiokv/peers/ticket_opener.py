@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiokv.peers.transport import Link, Transport
     from aiokv.peers.wire import Connection
 
-CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
+CONNECT_SECONDS: Final = 10.0  # limit for the replies to Open, unless the ticket has less
 
 
 class _SenderEnd:
@@ -109,7 +109,7 @@ class TicketOpener:
         self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
         self._opening: dict[bytes, _Opening] = {}
         self._replies: dict[tuple[Connection, bytes], asyncio.Future[Accepted]] = {}
-        # Number of replies that no caller waits for any more, and that have not come.
+        # Number of replies that have not arrived and that no caller waits for any more.
         self._late_replies: dict[tuple[Connection, bytes], int] = {}
         self._is_stopped = False
 
@@ -241,7 +241,7 @@ class TicketOpener:
             async with self._linking.setdefault(connection, asyncio.Lock()):
                 if connection not in self._links and not connection.reason:
                     link = await self._transport.connect(connection, metadata)
-                    if not connection.reason:  # otherwise the link gives itself up
+                    if not connection.reason:  # else the link ends by itself
                         self._links[connection] = link
         if connection.reason:
             raise PeerError(f"the connection to the receiver ended: {connection.reason}")
@@ -262,7 +262,7 @@ class TicketOpener:
                 reply.set_exception(PeerError(opening.end))
 
     def release_ended(self) -> None:
-        """End the use of connections by tickets that have ended by themselves. Idempotent."""
+        """Release the connections of tickets that ended before they were closed. Idempotent."""
         live = self._sender.ticket_ids
         for ticket_id in self._acquired.keys() - self._opening.keys() - set(live):
             self._release(ticket_id)
@@ -279,7 +279,8 @@ class TicketOpener:
             self._take_reply(connection, message)
             return
         if isinstance(message, Cancel) and message.ticket_id in self._opening:
-            # Directly behind Accepted, for example: the sender does not have the ticket yet.
+            # The message may directly follow Accepted, when the sender does not have the ticket
+            # yet.
             if connection in self._opening[message.ticket_id].asked:
                 self._end_opening(message.ticket_id, f"the receiver gave up: {message.reason}")
             return
@@ -287,7 +288,7 @@ class TicketOpener:
 
     def _take_reply(self, connection: Connection, message: Accepted | Refused) -> None:
         key = (connection, message.ticket_id)
-        if late := self._late_replies.pop(key, 0):  # to an Open that was given up
+        if late := self._late_replies.pop(key, 0):  # a reply to an Open that was given up
             if late > 1:
                 self._late_replies[key] = late - 1
             return

@@ -95,7 +95,7 @@ class Outgoing(NamedTuple):
 class Link(Protocol):
     """Way of the fragments of one sender rank to one receiver rank. Used on one loop.
 
-    A link gives itself up behind the end of its connection.
+    A link closes itself after its connection has ended.
     """
 
     async def write(self, fragments: Sequence[Outgoing]) -> None:

@@ -32,6 +32,6 @@ def make_transport(peers: Peers | None) -> Transport:
         return OneSidedTransport(CudaIpcBackend())
     from aiokv.peers.mooncake import MooncakeBackend
 
-    # An engine that only sends is not connected to by others.
+    # No other engine connects to an engine that only sends.
     host = LOOPBACK if peers.listen is None else peers.advertised(0)[0]
     return OneSidedTransport(MooncakeBackend(host, peers.transport_options))

@@ -1,4 +1,4 @@
-"""UnplannedFragments: landing slots with fragments of blocks without a plan so far. Pure."""
+"""UnplannedFragments: limit of landing slots with fragments that no plan waits for yet. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class UnplannedFragments:
-    """Unplanned fragments of all tickets of one rank, which have no more than half of the slots.
+    """Unplanned fragments of all tickets of one rank.
 
-    The other half lets blocks that have a plan arrive.
+    They take at most half of the landing slots, so that blocks with a plan can always arrive.
 
     Args:
         num_slots: landing slots of the rank.
@@ -21,14 +21,14 @@ class UnplannedFragments:
 
     def __init__(self, num_slots: int) -> None:
         self._most = num_slots // 2
-        self._tickets: dict[IncomingTicket[Any], None] = {}  # all that have some, and others
+        self._tickets: dict[IncomingTicket[Any], None] = {}  # may include tickets without fragments
 
     def note(self, incoming: IncomingTicket[Any]) -> None:
         """Note that a ticket may have unplanned fragments from now on."""
         self._tickets[incoming] = None
 
     def forget(self, incoming: IncomingTicket[Any]) -> None:
-        """Note that a ticket has none, and will have none. Idempotent."""
+        """Note that a ticket has no unplanned fragments, and will get none. Idempotent."""
         self._tickets.pop(incoming, None)
 
     @property

@@ -1,4 +1,4 @@
-"""Connections of a sending and a receiving rank over TCP, which know a common secret.
+"""TCP connections between a sending and a receiving rank, which share a secret.
 
 The client proves that it knows the secret first; see :mod:`aiokv.peers.handshake`.
 """
@@ -118,7 +118,7 @@ async def _prove_as_client(connected: socket.socket, handshake: Handshake) -> No
         proof = await received(connected, PROOF_BYTES)
     except ConnectionError:
         cause = "its process has ended, or it is no peer"
-        if has_proven:  # a listener checks the secret only after the proof
+        if has_proven:  # a listener checks the secret only after the client's proof
             cause = "it has another secret, or too many connections, or its process has ended"
         raise HandshakeError(f"{CLOSED}: {cause}", may_be_secret=has_proven) from None
     handshake.check_proof(proof)

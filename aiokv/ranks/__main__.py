@@ -30,7 +30,7 @@ def main() -> int:
         uvloop.run(run(Path(path), int(rank)))
     except RankLost as lost:  # the group ended or refused the rank: no traceback is needed
         sys.exit(f"aiokv: {lost}")
-    except KeyboardInterrupt:  # Ctrl-C in the terminal reaches the manager only
+    except KeyboardInterrupt:  # Ctrl-C in a terminal is for the manager alone
         return 128 + signal.SIGINT
     return 0
 

@@ -267,7 +267,7 @@ class TransferBroadcast(Executor[GroupTransfer]):
         for entry in self._plans:
             transfer = entry.work
             if transfer.plan.route in PEER_ROUTES:
-                continue  # it waits for another engine, until the deadline of its ticket
+                continue  # it waits for another engine until its ticket's deadline
             if transfer.plan.route in STORE_ROUTES and not transfer.may_give_up:
                 continue
             late = next(
@@ -283,7 +283,7 @@ class TransferBroadcast(Executor[GroupTransfer]):
                 return
             log.warning("rank.slow", rank=late.rank, transfer_id=transfer.plan.transfer_id)
             self._give_up(transfer, CopyError(0, what, late.rank))
-            transfer.since = now  # after the same time again, the rank is lost
+            transfer.since = now  # the rank is lost after the same time again
 
     def _owing(self, transfer: GroupTransfer) -> list[RankState]:
         return [self._membership.ranks[rank] for rank in sorted(transfer.owing)]

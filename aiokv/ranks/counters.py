@@ -48,7 +48,7 @@ class Counters:
             self._counters.pop(oldest, None)
 
     def abandon(self, reason: str) -> None:
-        """Release the threads that wait for transfers which move: their ends stay unknown."""
+        """End the waits of threads for transfers that still move, whose ends will stay unknown."""
         for _, counter in self._counters.values():
             if not counter.at_rest:
                 counter.abandon(CopyError(0, reason))
@@ -58,7 +58,7 @@ class Counters:
         return self._counters.get(transfer_id)
 
     def is_forgotten(self, transfer_id: int) -> bool:
-        """True for a transfer that ended so long ago, or before a restart, that it was dropped.
+        """True for a transfer that was dropped, because it ended long ago or before a restart.
 
         Ids ascend, but for a few plans that are sent in another order: an id is forgotten when an
         id that is not lower was dropped.

@@ -221,7 +221,7 @@ class RankGroup(Unique):
         except BaseException:
             try:
                 await self.aclose()
-            except BaseException:  # cancelled once more: aclose() is not called again
+            except BaseException:  # after a second cancellation: aclose() is not called again
                 self._membership.terminate()
                 raise
             raise
@@ -309,7 +309,7 @@ class RankGroup(Unique):
 
     @property
     def facts(self) -> WorkerFacts:
-        """Properties of the group; those of its tensors are known when a rank has connected."""
+        """Properties of the group. Those of its tensors are known after a rank has connected."""
         layouts = [state.layout for state in self._membership.ranks if state.layout is not None]
         layout = self.layout
         return WorkerFacts(
@@ -391,7 +391,7 @@ class RankGroup(Unique):
         Cancellation: call it again, or ``wake_up``.
         """
         self._check_opened()
-        self._asleep |= tiers  # applies to a rank that comes back, too
+        self._asleep |= tiers  # ranks that come back must sleep, too
         self._check_reachable()
         await self._control.send(Sleep, tiers)
 
@@ -421,7 +421,8 @@ class RankGroup(Unique):
         """
         self._check_opened()
         if self._failure is not None:
-            raise self._failure.with_traceback(None)  # it would grow with each call
+            # Otherwise the traceback would grow with each call.
+            raise self._failure.with_traceback(None)
 
     def _check_opened(self) -> None:
         if not self._opened:

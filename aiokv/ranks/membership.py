@@ -112,7 +112,7 @@ class Membership:
         self.stale_reports = 0
         self.closing = False
         self.closed = False
-        self._running = False  # a generation
+        self._running = False  # True while a generation runs
 
     # --- opening and closing --------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Membership:
             if state.connection is not None:
                 state.connection.send(Close())
             elif self._processes is not None:
-                self._processes.kill(state.rank)  # no connection to send Close on
+                self._processes.kill(state.rank)  # without a connection, no Close can be sent
         self._socket.end_handshakes()
         try:
             async with asyncio.timeout(self._timeouts.close):
@@ -253,7 +253,7 @@ class Membership:
             await self._processes.kill_all()
         await self._socket.aclose()
         while any(state.connection is not None for state in self.ranks):
-            await self.next_change()  # the end of a connection that was cut
+            await self.next_change()  # wait until the closed connection has ended
         self.closed = True
 
     def terminate(self) -> None:
@@ -275,7 +275,7 @@ class Membership:
         self.closing = self.closed = True
         if self._processes is not None:
             self._processes.reap_all()
-        with suppress(RuntimeError):  # the server's loop is closed; its file is removed before
+        with suppress(RuntimeError):  # its loop is closed; its file was removed before
             self._socket.close()
 
     def send(self, message: FromManager) -> int:

@@ -39,7 +39,7 @@ class Outbox:
         self._arrived, self._ended, self._overdue = {}, [], []
 
     def note_layer(self, transfer_id: int, layer: int) -> None:
-        """Note that a layer of a transfer that goes on has arrived."""
+        """Record that a layer of an unfinished transfer has arrived."""
         self._arrived.setdefault(transfer_id, []).append(layer)
         self._schedule()
 

@@ -187,8 +187,8 @@ class _Process:
         if self._child.poll() is None:
             return
         self._loop.remove_reader(self._pidfd)
-        # uvloop takes a reader off in its next pass; until then the descriptor must not be handed
-        # out again.
+        # uvloop removes a reader in its next pass. Until then, the descriptor must stay open, so
+        # that no other file gets its number.
         self._loop.call_soon(os.close, self._pidfd)
         self.ended.set()
         self._on_exit()

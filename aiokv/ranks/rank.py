@@ -96,7 +96,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 RETRY_SECONDS: Final = 0.05
-HANG_UP_SECONDS: Final = 5.0  # for the last reports to be sent
+HANG_UP_SECONDS: Final = 5.0  # time to send the last reports
 _NOT_ENTERED: Final = "Rank must be entered with 'async with' before use"
 
 
@@ -149,7 +149,7 @@ class Rank(Unique):
         self.rank = rank
         self._path = str(checked_path(path))
         self.regions = regions
-        self._bare: Regions | None = None  # in place of tensors that sleep
+        self._bare: Regions | None = None  # replaces the regions while their tensors sleep
         self.is_asleep = False
         self._connect_timeout = connect_timeout
         self._device = named_device(device)
@@ -164,12 +164,12 @@ class Rank(Unique):
         self._counters = Counters()
         self.layer_waits = LayerWaits()
         self._connection: ManagerConnection | None = None
-        self._opened = False  # the controller
+        self._opened = False  # whether the controller is open
         self._step_waiter: asyncio.Future[None] | None = None
         self.connected = False
         self._entered = False
-        self._task: asyncio.Task[None] | None = None  # the newest of _tasks
-        self._identity: StoreIdentity | None = None  # the present one of the manager
+        self._task: asyncio.Task[None] | None = None  # newest task of _tasks
+        self._identity: StoreIdentity | None = None  # the manager's present identity
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- opening and closing --------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Rank(Unique):
             )
         self._entered = True
         loop = asyncio.get_running_loop()
-        self._controller = self._new_controller()  # tensors may have been set
+        self._controller = self._new_controller()  # a new one, because tensors may have been set
         self._poller.open(loop)
         self._ended: asyncio.Future[str] = loop.create_future()  # why the group ended
         self._begun: asyncio.Future[None] = loop.create_future()
@@ -214,7 +214,7 @@ class Rank(Unique):
         except BaseException:
             try:
                 await self.aclose()
-            except BaseException:  # cancelled once more: aclose() is not called again
+            except BaseException:  # after a second cancellation: aclose() is not called again
                 self._poller.close()
                 if self._connection is not None:
                     self._connection.abort("the rank was cancelled")
@@ -254,7 +254,7 @@ class Rank(Unique):
             await asyncio.wait(self._tasks)
         await self._controller.aclose()
         self._outbox.flush()
-        if self._outbox.generation:  # the rank takes part
+        if self._outbox.generation:  # a generation has begun with this rank
             self._send(Left())
         self._counters.clear("the rank is closed")
         self._poller.close()
@@ -473,7 +473,7 @@ class Rank(Unique):
         return task
 
     def _change_weights(self, version: str) -> None:
-        """Use other keys from now on, also when a generation has not begun yet."""
+        """Use other keys from now on, even if no generation has begun yet."""
         if self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
         self._controller.change_weights(version)
@@ -502,7 +502,7 @@ class Rank(Unique):
 
     def _open_ticket(self, message: OpenTicket) -> None:
         opening = self._spawn(self._open_at_receivers(message))
-        with suppress(AiokvError):  # with another secret than rank 0, the task replies with it
+        with suppress(AiokvError):  # if rank 0 has another secret, the task reports the error
             key = self._controller.tickets.ticket_key
             self._openings.add(decode_ticket(message.ticket, key).ticket_id, opening)
 
@@ -516,7 +516,8 @@ class Rank(Unique):
 
     async def _look_up(self, lookup: Lookup) -> None:
         stores = self._controller.stores
-        with self._replying(lookup.number, Exception) as seconds:  # without one, the manager waits
+        # Without a reply, the manager would wait.
+        with self._replying(lookup.number, Exception) as seconds:
             if lookup.group == ATTENTION:
                 seconds += (await stores.lookup(lookup.digests)).seconds.tolist()
             else:
@@ -557,7 +558,7 @@ class Rank(Unique):
             await self._steps_finished()
             await self._controller.sleep(frozenset(begin.asleep))
             self.is_asleep = "device" in begin.asleep
-        except Exception as error:  # any class: the manager gets the reason
+        except Exception as error:  # of any class, because the manager gets it as the reason
             log.error("rank.cannot_begin", rank=self.rank, exc_info=error)
             self._send(Broken(reason=_reason_of(error)))
             return
@@ -583,7 +584,7 @@ class Rank(Unique):
     ) -> None:
         if previous is not None:
             await asyncio.wait((previous,))
-        with self._replying(request.number, Exception):  # the regions are the user's object
+        with self._replying(request.number, Exception):  # the user's regions may raise anything
             if not self._opened:
                 raise UsageError("it has no generation yet")
             await self._sleep_or_wake(request)
@@ -592,7 +593,8 @@ class Rank(Unique):
         controller, tiers = self._controller, frozenset(request.tiers)
         if isinstance(request, Sleep):
             if "device" in tiers and not self.is_asleep:
-                # Before the await: a restart may cancel it, and the old tensors must not be bound.
+                # Drop the tensors before the await: a restart may cancel it, and must not bind the
+                # old tensors.
                 self._bare = self.regions = self.regions.without_tensors()
             await controller.sleep(tiers)
             self.is_asleep = "device" in controller.memory.asleep

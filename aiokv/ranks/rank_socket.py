@@ -107,7 +107,7 @@ class RankSocket:
         Sockets without a Hello are closed; open connections are not affected.
         """
         if self._listener is not None and self.path is not None:
-            # While this socket listens, no other process takes the path: see `listening_socket`.
+            # No other process takes the path while this socket listens: see `listening_socket`.
             if self.path.exists() and self.path.lstat().st_ino == self._inode:
                 self.path.unlink(missing_ok=True)
             self._listener.close()
@@ -122,7 +122,7 @@ def remove_abandoned() -> None:
     try:
         entries = [e for e in os.scandir(tempfile.gettempdir()) if e.name.startswith(PREFIX)]
     except OSError:
-        return  # creating a directory there will raise the same error
+        return  # creating a directory there will raise this error, too
     for entry in entries:
         path = Path(entry.path) / _SOCKET
         try:

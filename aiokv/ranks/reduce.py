@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import TransferPlan, TransferReport
     from aiokv.worker.layers import LayerDoneCounter
 
-_ANNOUNCED: Final = -1  # in place of the set of ranks that have a layer
+_ANNOUNCED: Final = -1  # replaces the set of ranks of an announced layer
 
 
 class GroupTransfer:
@@ -68,11 +68,11 @@ class GroupTransfer:
         self.since = since
         self.owing = set(range(num_ranks))
         self.given_up: CopyError | None = None
-        self._all_ranks = (1 << num_ranks) - 1  # one bit per rank, here and in the next two
+        self._all_ranks = (1 << num_ranks) - 1  # one bit per rank; so are the next two
         self._arrived = [0] * counter.num_layers
         self._done = 0
-        self._left = counter.num_layers  # not announced
-        self._bad: dict[int, tuple[int, str]] = {}  # rank -> first bad block, reason
+        self._left = counter.num_layers  # number of layers that were not announced
+        self._bad: dict[int, tuple[int, str]] = {}  # by rank: first bad block, reason
         self._cancelled = False
         self.results = bytes(plan.num_blocks) if plan.route == SAVE else b""
 

@@ -109,7 +109,7 @@ class RankRequests:
         return request
 
     def on_reply(self, state: RankState, reply: Reply) -> None:
-        """Note the reply of a rank; one to a request that has ended is ignored."""
+        """Record the reply of a rank. Ignore replies to ended requests."""
         request = self._requests.get(reply.number)
         if request is not None:
             request.note(state.rank, reply)

@@ -81,7 +81,7 @@ class GroupTickets:
         return ends[0]
 
     def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
-        """Do nothing: each rank notes the mark with an event of its own; ``Rank.layers_done``."""
+        """Do nothing, because each rank records its own event; see ``Rank.layers_done``."""
 
     def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
         """Let senders open a ticket on all ranks; see :meth:`Tickets.expect`.

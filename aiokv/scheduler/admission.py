@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WaitingRequest(Entry):
-    """Lease that waits for its salt's quota, then for capacity; it holds no blocks.
+    """Lease without blocks that waits for its salt's quota, and then for capacity.
 
     Attributes:
         salt: salt whose quota counts the blocks.
@@ -153,7 +153,8 @@ class Admission:
 
     def _enter(self, request: WaitingRequest, ticket: Ticket | None = None) -> None:
         """Let a request wait for capacity, at the place of a ticket or at the last place."""
-        # A swapped table is split between the tiers once granted: taking the grant back loses it.
+        # Once granted, a swapped table is split between the tiers, so taking the grant back would
+        # lose it.
         request.takes_turn = self._core.is_swapped(request.lease_id)
         if ticket is None:
             request.enter(self._line, request.priority)
@@ -161,7 +162,7 @@ class Admission:
             request.enter_at(self._line, ticket)
 
     def take_turn(self, lease_id: int) -> Grant | None:
-        """Grant a request that was told that it is first in line.
+        """Grant a request after an effect has told that it is first in line.
 
         Returns:
             The grant; None when another request is first by now, or there is no room: the lease
@@ -230,7 +231,7 @@ class Admission:
                     break
             else:
                 is_left = True
-        return is_left or self._quota.is_due  # a refused request has given back its quota
+        return is_left or self._quota.is_due  # a refused request has given its quota back
 
     def _serve_quota(self) -> bool:
         if not self._quota.is_due:
@@ -253,7 +254,7 @@ class Admission:
         lease_id = request.lease_id
         try:
             grant = self._attempt(request)
-        except Exception as error:  # the waiting lease gets it, not the lease that made room
+        except Exception as error:  # for the waiting lease, not for the lease that made room
             self._errors.note(error)
             self._outbox.effects.refused.append((lease_id, error))
             self.leave(lease_id)

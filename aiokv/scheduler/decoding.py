@@ -47,7 +47,7 @@ class Decoding:
         self._quota = quota
         self._pending = pending
         self._block_tokens = config.block_tokens
-        # The checksums of blocks of a server are recorded when their saves are queued.
+        # With external blocks, checksums are recorded when saves are queued.
         self._records_checksums = config.verify == "checksum" and not config.external_device
 
     def advance(

@@ -57,7 +57,7 @@ class ExternalBlocks:
         return self._granting.loading(lease_id, priority)
 
     def settle(self) -> None:
-        """Report what the last call of the core has ended, and the blocks that it has queued."""
+        """Report the blocks that the last call of the core has queued, and the ended leases."""
         core = self._core
         if self._records_checksums and len(queued := core.take_queued_ids()):
             self._outbox.effects.computed.append(queued)

@@ -91,11 +91,11 @@ S = TypeVar("S", bound=_Part)
 
 
 def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let ``self.errors`` note what a transition raises; refuse it once the engine is broken.
+    """Report exceptions of a transition to ``self.errors``, and refuse calls of a broken engine.
 
     ``match``, ``try_allocate``, ``append``, ``commit``, ``extend``, ``release``, ``close_step`` and
-    ``finish_step`` contain this code, because they are called most often: it saves a call.
-    Transitions that are called only after a check of the engine do not need to refuse.
+    ``finish_step`` contain this code instead, which saves a function call: they are called most
+    often. Transitions that are called only after a check of the engine need not refuse calls.
     """
     name = method.__name__
 

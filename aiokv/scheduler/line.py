@@ -22,8 +22,8 @@ class _Queue(Generic[W]):
 
     def __init__(self) -> None:
         self._waiters: OrderedDict[Ticket, W] = OrderedDict()  # in order of arrival
-        # Waiters that took their place before they entered, and a heap of their tickets; a ticket
-        # whose waiter has left is removed when it is the first.
+        # Waiters with a ticket from before they entered, and a heap of these tickets. The ticket of
+        # a waiter that has left is removed when it is the first of the heap.
         self._late: dict[Ticket, W] = {}
         self._order: list[Ticket] = []
 
@@ -84,7 +84,7 @@ class PriorityLine(Generic[W]):
     """
 
     def __init__(self, sequence: Iterator[int] | None = None) -> None:
-        self._queues: dict[int, _Queue[W]] = {}  # by priority; without empty queues
+        self._queues: dict[int, _Queue[W]] = {}  # by priority; no queue is empty
         self._heap: list[int] = []  # the priorities of the queues
         self._places: dict[int, int] = {}  # priority -> index in the heap
         self._sequence = count() if sequence is None else sequence

@@ -217,7 +217,7 @@ class ReceivesAndSends:
             self._outbox.effects.cancel.extend(abandoned)
 
     def note_ends(self) -> None:
-        """Report the transfers that have ended since the last call, and what they commit."""
+        """Report the transfers that have ended since the last call, and their commits."""
         ends = self._core.take_peer_ends()
         for transfer_id, lease_id, blocks, _ in ends:
             self._outbox.effects.moved.append(Moved(transfer_id, lease_id, blocks))

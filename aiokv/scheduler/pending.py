@@ -42,7 +42,8 @@ class PendingBlocks:
         self._outbox = outbox
         self._lines: dict[int, PriorityLine[Waiter]] = {}  # by the owner's lease id
         self.waiters: dict[int, Waiter] = {}
-        self._onloads: dict[int, set[int]] = {}  # transfer -> owners that index after its end
+        # By transfer: owners that index blocks after its end.
+        self._onloads: dict[int, set[int]] = {}
         self._endings: Endings[Waiter] = Endings()
         self._closed = False
 

@@ -72,7 +72,7 @@ class Preemption:
             LeaseError: the lease holds no blocks and no swapped table.
         """
         if transfer_id := self._core.swap_transfer(lease_id):
-            self._swaps.pop(transfer_id, None)  # its end no longer concerns the lease
+            self._swaps.pop(transfer_id, None)  # its end does not concern the lease any more
         keeper = self._core.retract(lease_id, self._clock.open)
         if keeper:
             self._owners[keeper] = self._owners[lease_id]
@@ -91,7 +91,7 @@ class Preemption:
 
     def _note_preempted(self, lease_id: int) -> None:
         if lease_id not in self._owners or self._core.is_granted(lease_id):
-            return  # it was released meanwhile, or keeps its blocks
+            return  # the lease was released meanwhile, or keeps its blocks
         self._quota.give_back(lease_id)
         self._pending.withdrawn(lease_id)
 
@@ -127,12 +127,12 @@ class Preemption:
             self._outbox.effects.computed.append(table[full_blocks : full_blocks + 1])
 
     def ended(self, transfer_id: int) -> None:
-        """Note that a transfer has ended: the lease of a swap is preempted now. Idempotent."""
+        """Record the end of a transfer: the lease of a swap is preempted now. Idempotent."""
         if transfer_id in self._swaps:
             self._note_preempted(self._swaps[transfer_id])
             del self._swaps[transfer_id]
         if self.lost_rank:
-            self.take_all()  # takes a table that was being moved when the rank was lost
+            self.take_all()  # includes a table that was being moved when the rank was lost
 
     # --- loss of a rank -------------------------------------------------------------------------
 

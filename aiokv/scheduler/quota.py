@@ -32,7 +32,7 @@ class SaltQuota:
         self.limit_blocks = limit_blocks
         self._held: dict[str, int] = {}
         self._by_lease: Sharded[tuple[str, int]] = Sharded()
-        # Salts with waiting requests only.
+        # Only salts with waiting requests.
         self._lines: dict[str, PriorityLine[WaitingRequest]] = {}
         self.sequence = count()
         self._due: OrderedDict[str, None] = OrderedDict()  # salts whose requests may fit now
@@ -144,7 +144,7 @@ class SaltQuota:
             request.enter_at(line, (0, arrival))
 
     def left(self, salt: str) -> None:
-        """Note that a request of the salt has left its line: the next request may fit."""
+        """Record that a request of the salt has left its line, so that the next one may fit."""
         self._may_fit(salt)
 
     def _may_fit(self, salt: str) -> None:

@@ -181,7 +181,7 @@ class CacheReader:
         return self._core.usage(lease_id)
 
     def group_hits(self, lease_id: int) -> dict[str, GroupHit]:
-        """Return what the last grant took from the cache in the groups besides attention."""
+        """Return the hits of the last grant in the groups besides attention."""
         groups = self._groups.items()
         return {name: GroupHit(*self._core.group_hit(lease_id, g.number)) for name, g in groups}
 
@@ -483,7 +483,7 @@ class CacheReader:
     # --- statistics and dumps -------------------------------------------------------------------
 
     def hold_times(self) -> DurationHistogram:
-        """Return for how long leases that compute had blocks, of those that gave them back."""
+        """Return how long computing leases had blocks, for leases that have given them back."""
         return DurationHistogram.of(self._core.hold_times)
 
     def statistics(self) -> CacheStatistics:

@@ -65,7 +65,7 @@ class Releases:
         self.expired_leases = 0
 
     def release(self, lease_id: int, used_in: int = 0) -> None:
-        """Give back the blocks of a lease; those that are in use, when the use ends.
+        """Give back the blocks of a lease. Blocks in use follow when their use ends.
 
         Args:
             lease_id: the lease.

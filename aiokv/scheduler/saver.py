@@ -35,7 +35,7 @@ class Saver:
         self.saves_first = self._has_host and config.write_policy != "none"
         self.saves_before_extend = self._has_host and config.write_policy == "write_back"
         self.stopped = False
-        self._is_wanted = False  # `collect` was requested, and was not called
+        self._is_wanted = False  # whether `collect` was requested and not yet called
 
     @property
     def drops_unsaved(self) -> bool:

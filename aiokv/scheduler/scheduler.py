@@ -247,11 +247,12 @@ class CacheScheduler:
         if self._granting.onloads:
             self._granting.cancel_abandoned()
         if self._saves_windows and self._core.wants_backups():
-            self._saver.want()  # a save of window blocks needs ids that no lease has set aside
+            self._saver.want()  # a save of window blocks waits until some ids are not reserved
         self.peers.cancel_abandoned()
         if (self._requests or self._waiters) and not self._advances:
             if self._outbox.pending.cancel:
-                # The worker may cancel these onloads at once: no grant may join them until then.
+                # The worker may cancel these onloads at once, so no grant may join them before
+                # that.
                 self._outbox.request_advance(True)
                 self._advances = True
             else:
@@ -266,7 +267,7 @@ class CacheScheduler:
         else:
             is_left = True
         if self.pins.num_until_used and self.pins.end_used():
-            is_left = True  # the quota of the pins may be enough for the next request
+            is_left = True  # the pins' quota may suffice for the next request
         if self._granting.onloads:
             self._granting.cancel_abandoned()
         self._advances = is_left
@@ -306,7 +307,7 @@ class CacheScheduler:
         """
         try:
             if holds:
-                writes = False  # it promises no blocks that other leases could wait for
+                writes = False  # then no lease waits for blocks of this one
             if items:
                 found = self._core.match_items(tokens, items, context, reads, writes)
             else:
@@ -487,7 +488,7 @@ class CacheScheduler:
     def _take_place(
         self, lease_id: int, num_tokens: int, priority: int, reserve_blocks: int | None
     ) -> None:
-        """Let a lease wait for a store, in the place that it has now."""
+        """Let a lease wait for a store. It keeps its place in line."""
         self._check_not_waiting(lease_id)
         self._core.check_request(lease_id, num_tokens, reserve_blocks)
         num_blocks = self._blocks_for(num_tokens)
@@ -682,7 +683,7 @@ class CacheScheduler:
         try:
             extended: bool | None = self._core.extend(lease_ids, num_tokens)
             if not extended and self._saver.saves_before_extend:
-                # Save the blocks that are evicted next, or drop them where the host has no room.
+                # Save the blocks that are evicted next, or drop them if the host has no room.
                 wanted = sum(self._blocks_to_add(lease_id, num_tokens) for lease_id in lease_ids)
                 extended = self._saver.try_after_saving(
                     lambda: self._core.extend(lease_ids, num_tokens), wanted
@@ -759,7 +760,7 @@ class CacheScheduler:
             self._quota.count(keeper, self._salt(lease_id), cut_blocks)
         if self._salts is not None:
             self._recount([lease_id])
-        if self._waiters:  # for the blocks that were cut
+        if self._waiters:  # the cut blocks may be enough for them
             self._pending.withdrawn(lease_id)
         return None, self._settle()
 
@@ -920,7 +921,7 @@ class CacheScheduler:
 
     def _collect_backups(self) -> bool:
         begun = self._saver.collect()
-        if self._external is not None:  # gives up blocks that cannot be saved
+        if self._external is not None:  # give up blocks that cannot be saved
             if not self._saver.is_active:
                 self._core.give_up_saves()
             self._external.settle()
@@ -947,7 +948,7 @@ class CacheScheduler:
             self.store_saver.want()
         self._preemption.ended(transfer_id)
         if report.outcome != "done":
-            # Leases of the transfer may not compute the blocks that other leases wait for.
+            # Leases of the transfer may not compute the blocks that others wait for.
             self._pending.all_withdrawn()
         self._pending.reported(transfer_id)
         self._saver.want()  # the end of an onload publishes the blocks committed after it
@@ -995,7 +996,8 @@ class CacheScheduler:
         saving = 0
         while evicted < num_blocks:
             saving = self._saver.save_oldest(num_blocks - evicted)
-            # Without a transfer, it has allowed blocks to be dropped for which the host has no room
+            # Without a transfer, take_write_backs has let blocks be dropped for which the host has
+            # no room.
             more = 0 if saving else self._core.evict_device(num_blocks - evicted)
             if not more:
                 break

@@ -107,7 +107,7 @@ class Endings(Generic[E]):
         return True
 
     def lines(self) -> list[PriorityLine[E]]:
-        """Return the lines whose entries are being ended."""
+        """Return the lines of which ``end_one`` will end the entries."""
         return [line for lines, _, _ in self._due for line in lines]
 
 

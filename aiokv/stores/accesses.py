@@ -17,7 +17,7 @@ class Accesses:
         self._operations: set[asyncio.Future[Any]] = set()
 
     def add(self, operation: asyncio.Future[Any]) -> None:
-        """Note an operation that has begun; it is done only when it accesses no block any more."""
+        """Add an operation that has begun. It must not access a block after it is done."""
         self._operations.add(operation)
         operation.add_done_callback(self._operations.discard)
 
@@ -27,7 +27,7 @@ class Accesses:
         return [operation for operation in self._operations if not operation.done()]
 
     def cancel(self) -> None:
-        """Cancel the operations of stores; work in a thread goes on to its end."""
+        """Cancel the operations of stores. Work in a thread cannot be cancelled."""
         for operation in self.in_flight:
             if isinstance(operation, asyncio.Task):
                 operation.cancel()

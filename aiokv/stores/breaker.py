@@ -79,7 +79,7 @@ class Breaker:
             self._on_change("open", reason)
 
     def skip_probe(self, now: float) -> None:
-        """Note that a probe could not be made: earlier operations have not ended."""
+        """Record that no probe was made, because earlier operations have not ended."""
         if self.state == "probing":
             self.state = "open"
             self._probe_at = now + self._pause_seconds

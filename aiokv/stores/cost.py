@@ -8,8 +8,8 @@ from typing import Final
 from aiokv.base.rates import bounded_mean
 
 WINDOW: Final = 16  # newest measurements from which a value is estimated
-HALF_LIFE_SECONDS: Final = 5.0  # a measurement has half the weight of one made so much later
-# Batches of fewer bytes and no more blocks measure the latency, others the bandwidth.
+HALF_LIFE_SECONDS: Final = 5.0  # age at which a measurement has half its weight
+# A batch with fewer bytes, and not more blocks, measures the latency; others measure the bandwidth.
 LATENCY_BYTES: Final = 256 << 10
 LATENCY_BLOCKS: Final = 32
 # A batch is late after this multiple of its expected duration, plus this time. Both are so small
@@ -27,7 +27,8 @@ class _Rate:
 
     def __init__(self) -> None:
         self._measured: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
-        self._estimate: float | None = 0.0  # None when a measurement was added since
+        # None if a measurement was added since the last estimate.
+        self._estimate: float | None = 0.0
 
     def note(self, units: float, seconds: float, now: float) -> None:
         """Note that ``units`` have taken ``seconds``."""
@@ -62,9 +63,10 @@ class Cost:
         self._transfer = _Rate()  # per byte
         self._small: dict[StoreBatch, None] = {}  # in flight, in the order of their begins
         self._large: dict[StoreBatch, None] = {}
-        self._share = 0.0  # seconds of the store that each large batch in flight has had so far
+        self._share = 0.0  # seconds of the store for each large batch in flight so far
         self._shared_until = 0.0
-        self._progress_at = 0.0  # end of the newest large operation, or begin of the first batch
+        # Time at which the newest large operation ended, or the first batch began.
+        self._progress_at = 0.0
 
     @property
     def latency_seconds(self) -> float:
@@ -100,7 +102,7 @@ class Cost:
         return batch
 
     def note_large(self, batch: StoreBatch, num_bytes: int, now: float) -> None:
-        """Note that an operation of a large batch has taken the time since ``batch.began``."""
+        """Record the duration of an operation of a large batch, from ``batch.began`` to ``now``."""
         seconds = now - batch.began
         share = self._shared(now) - batch.share
         self._transfer.note(num_bytes, max(share - self._latency.seconds, share / 2), now)
@@ -114,7 +116,7 @@ class Cost:
         self._progress_at = now
 
     def note_small(self, batch: StoreBatch, moved_bytes: int, now: float) -> None:
-        """Note that a small batch has taken the time since ``batch.began``."""
+        """Record the duration of a small batch, from ``batch.began`` to ``now``."""
         seconds = now - batch.began
         self._latency.note(1, seconds, now)
         if seconds < moved_bytes * self._transfer.seconds:
@@ -161,7 +163,7 @@ class StoreBatch:
     Attributes:
         bytes_left: bytes of operations that have not ended.
         began: begin of the operation in flight.
-        share: of a large batch, ``Cost`` at ``began``.
+        share: for a large batch, the value of ``Cost`` at ``began``.
     """
 
     def __init__(self, cost: Cost, num_bytes: int, now: float, *, is_large: bool) -> None:

@@ -175,7 +175,8 @@ class StoreGuard:
     def __init__(self, use: StoreUse, costs: Costs | None = None) -> None:
         self.use = use
         self._store: Store = use.store
-        self._url = without_user(use.store.url)  # a store of the user may have left them in
+        # A user's store may have left credentials in its URL.
+        self._url = without_user(use.store.url)
         self._memory: StoreMemory | None = None
         self._proof: Proof | None = None
         self._reads = Breaker(partial(self._log_change, "read"), use.retry_seconds)
@@ -496,7 +497,7 @@ class StoreGuard:
             way.breaker.succeed(way.operation)
 
     async def _quarantine(self, keys: bytes) -> None:
-        """Remove wrong objects, so that no later load finds them, and no save uses their places."""
+        """Remove wrong objects, and keep saves from reusing their places on the medium."""
         ended, _ = await self._run(
             "quarantine",
             lambda: self._store.quarantine(keys),
@@ -590,7 +591,8 @@ class StoreGuard:
             self._counts.busy += 1
             breaker.skip_probe(loop.time())
             return None, None
-        if not self.is_open or breaker.state == "open":  # since the operation waits for a slot
+        # May have changed while the operation waited for a slot.
+        if not self.is_open or breaker.state == "open":
             slots.give_back()
             breaker.skip_probe(loop.time())
             return None, None

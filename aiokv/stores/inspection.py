@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     # (stage, total) -> function that takes the number of blocks done since its last call
     Stages = Callable[[str, int], Callable[[int], None]]
 
-_BATCH_BLOCKS: Final = 64  # read by one thread at a time
-_ABANDONED_AFTER_SECONDS: Final = 3_600.0  # an incomplete file that is younger may be written now
+_BATCH_BLOCKS: Final = 64  # blocks that one thread reads at a time
+_ABANDONED_AFTER_SECONDS: Final = 3_600.0  # a younger incomplete file may be in use
 
 
 class FileGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -357,7 +357,7 @@ class StoreFiles:
         return Cleaning(**self._common | counts)
 
     def _below(self, part: StoreDirectory, text: str) -> str:
-        """Return the text behind the path of the part below that of the store, if any."""
+        """Return ``text`` with the path of a part, relative to that of the store, before it."""
         place = part.path.relative_to(self._folder)
         return text if place == Path() else f"{place}/{text}"
 

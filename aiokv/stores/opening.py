@@ -90,7 +90,7 @@ class Opening:
             self._note_failure(str(error))
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._longest_pause_seconds)
-        if self._is_cancelled:  # the store has ignored it
+        if self._is_cancelled:  # the store has ignored the cancellation
             return
         self._on_open()
         if self.failure:

@@ -87,7 +87,8 @@ class Proof:
         work = asyncio.get_running_loop().run_in_executor(self._threads, call)
         if accesses is not None:
             accesses.add(work)
-        return await asyncio.shield(work)  # a cancelled future would not tell the thread's end
+        # If the future were cancelled, it would not report the thread's end.
+        return await asyncio.shield(work)
 
     def close(self) -> None:
         """Wait until no thread accesses the memory. Idempotent."""

@@ -27,7 +27,7 @@ _SCHEMES: Final = ("s3", "gs", "az")
 INLINE_BYTES: Final = 256 << 10  # larger objects are copied into blocks by threads
 _THREADS: Final = 8
 _CHUNK_BYTES: Final = 64 << 10
-_LOOKUP_KEYS: Final = 64  # requests of a lookup at the same time
+_LOOKUP_KEYS: Final = 64  # requests of a lookup in flight
 _NO_ROOM: Final = ("507", "StorageFull", "InsufficientStorage", "QuotaExceeded")
 
 

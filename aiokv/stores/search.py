@@ -1,4 +1,4 @@
-"""Searches: which keys to ask stores for that need one request per key.
+"""Searches: the keys to request from stores that need one request per key.
 
 Such a store takes a limited number of keys at a time (``Store.max_lookup_keys``), so the lookup of
 a long prompt has several rounds. When the deadline cuts off a round, the earlier ones count.
@@ -63,8 +63,8 @@ class PrefixSearch(Search):
         self._asked = NO_KEYS
         self._found = np.zeros((num_stores, 0), np.bool_)
         self._num_keys = len(known)
-        self._last = -1  # last key of the run that was asked for
-        self._end = len(known)  # first key that no store has; that of the interval
+        self._last = -1  # last key of the requested run
+        self._end = len(known)  # first key that no store has; end of the search interval
 
     def next_keys(self) -> NDArray[np.intp]:
         """See :class:`Search`."""
@@ -91,7 +91,8 @@ class PrefixSearch(Search):
 
     def holders(self) -> NDArray[np.bool_]:
         """See :class:`Search`. Keys that were not asked for in time count as missing."""
-        holders = np.ones((len(self._found), self._num_keys), np.bool_)  # they may have held keys
+        # Stores that may hold each key.
+        holders = np.ones((len(self._found), self._num_keys), np.bool_)
         holders[:, self._unheld] = False
         if len(self._asked):
             above = np.searchsorted(self._asked, self._unheld).clip(max=len(self._asked) - 1)

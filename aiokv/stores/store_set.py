@@ -170,7 +170,7 @@ class StoreSet:
         Cancellation: call it again.
         """
         ends = await asyncio.gather(*(guard.aclose() for guard in self._guards))
-        if self._asking:  # their guards have ended them
+        if self._asking:  # the guards have ended these lookups
             await asyncio.wait(self._asking)
         self._close_proof()
         return all(ends)
@@ -294,7 +294,7 @@ class StoreSet:
             The lookups that were answered.
         """
         answered: dict[int, GuardedLookup] = {}
-        if len(lookups) == 1:  # without a task: an open breaker costs no pass of the loop
+        if len(lookups) == 1:  # no task, so that an open breaker costs no pass of the loop
             ((store, lookup),) = lookups.items()
             if (answer := await lookup.ask(keys)) is not None:
                 found[store] = answer
@@ -321,7 +321,7 @@ class StoreSet:
         return answered
 
     def _on_time(self, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which keys the first ``len(found)`` stores have, without those that are late."""
+        """Return the keys that the first ``len(found)`` stores have, without late answers."""
         guards = self._guards[: len(found)]
         on_time = [i for i, guard in enumerate(guards) if not guard.is_late()]
         return np.asarray(found[on_time].any(axis=0))
@@ -427,7 +427,7 @@ class _Fetch:
         missing = ~self._arrived[: self._end]
         left = self._left[:, : self._end] & missing
         lost = missing & ~left.any(axis=0)
-        if lost.any():  # blocks behind a missing one are of no use
+        if lost.any():  # blocks behind a missing one cannot be used
             self._end = int(lost.argmax())
             left = left[:, : self._end]
         if not left.any():
@@ -450,7 +450,7 @@ class _Fetch:
         self._left[guard, indices] = False
         arrived = reply.results == Result.DONE
         self._arrived[indices[arrived]] = True
-        if reply.overdue is not None:  # no other store may write into these blocks
+        if reply.overdue is not None:  # until its end, no other store may write into these blocks
             self.overdue.append(reply.overdue)
             self._left[:, indices[~arrived]] = False
 
@@ -515,7 +515,7 @@ def _first_holders(guards: Sequence[StoreGuard], holders: NDArray[np.bool_]) -> 
 
 
 async def _all_of(calls: list[Any]) -> list[StoreResults]:
-    """Await calls at the same time; one call needs no task."""
+    """Await calls concurrently. A single call gets no task."""
     if len(calls) == 1:
         return [await calls[0]]
     return list(await asyncio.gather(*calls))

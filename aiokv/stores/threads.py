@@ -69,7 +69,7 @@ class StoreThreads:
             for running in jobs:
                 await running.ended()
         finally:
-            self._executor.shutdown()  # the threads are idle, or end with their present job
+            self._executor.shutdown()  # idle threads end; others end after their job
 
 
 class _Running:
@@ -80,7 +80,7 @@ class _Running:
         self._unwanted = unwanted
 
     def stop(self) -> None:
-        """Let copies that run end early, and those that have not begun never begin."""
+        """End running copies early, and drop those that have not begun."""
         self._unwanted.set()
         for future in self._futures:
             future.cancel()

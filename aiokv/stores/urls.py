@@ -57,7 +57,7 @@ _FIELDS: Final = {name: f"{name}_seconds" for name in ("deadline", "lookup_deadl
 
 
 def stores_from(stores: Sequence[Store | StoreUse | str]) -> list[StoreUse]:
-    """Return the stores of URLs; stores that are objects are taken as they are.
+    """Return the stores of URLs. Store objects are returned unchanged.
 
     Args:
         stores: URLs and stores, in the order in which they are asked.

@@ -1,7 +1,7 @@
 """aiokv.sync: an engine in a thread of its own, for servers whose schedulers are plain threads.
 
 ``SyncEngine`` runs a :class:`aiokv.CacheEngine` on an event loop in a thread. The calls of one
-scheduler step cross to that thread together (:class:`Calls`), and what may wait returns a future.
+scheduler step cross to that thread together (:class:`Calls`). Calls that may wait return a future.
 ``RankThread`` does the same for a rank, in a worker process.
 """
 

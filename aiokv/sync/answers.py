@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
-PENDING: Final = object()  # stands for the value before the call
+PENDING: Final = object()  # value before the call was made
 
 
 class Answer(msgspec.Struct, Generic[T], eq=False):
@@ -53,12 +53,12 @@ class Answer(msgspec.Struct, Generic[T], eq=False):
                 return cast("T", self.returned)
             raise UsageError(f"{self!r} has no value yet", hint="call run() first")
         try:
-            raise without_frames(self.error)  # it would grow with each call
+            raise without_frames(self.error)  # otherwise the traceback would grow with each call
         finally:
-            del self  # the traceback of the error has this frame: break the cycle
+            del self  # break the cycle: the error's traceback has this frame
 
     def fail(self, error: BaseException) -> None:
-        """Note that the call cannot be made any more: the engine's thread has ended."""
+        """Fail the call, because the engine's thread has ended."""
         self.error = error
 
     def __repr__(self) -> str:

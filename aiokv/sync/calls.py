@@ -85,7 +85,7 @@ class Calls(RecordedVerbs, Unique):
         """
         crossing = self._crossing
         if crossing is None:
-            self._add = _refuse  # no method: that would make a cycle of references
+            self._add = _refuse  # a function, because a method would make a cycle of references
             crossing = self._crossing = Crossing(self._port.thread, self._answers)
             for future in self._futures:
                 future.note_sent()
@@ -98,7 +98,7 @@ class Calls(RecordedVerbs, Unique):
         try:
             raise without_frames(error)
         finally:
-            del self, crossing, answers, error  # the traceback has this frame: break the cycle
+            del self, crossing, answers, error  # break the cycle: the traceback has this frame
 
     def __enter__(self) -> Self:
         return self

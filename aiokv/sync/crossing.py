@@ -31,8 +31,8 @@ class Crossing:
     def __init__(self, thread: LoopThread, answers: Sequence[Answer[Any]]) -> None:
         self._thread = thread
         self._answers = answers
-        # `pop` is atomic: the calls are made once, though the crossing may be sent again after an
-        # interrupt, and though the thread may end meanwhile.
+        # `pop` is atomic, so the calls are made once, even if an interrupt makes the caller send
+        # the crossing again, or the thread ends meanwhile.
         self._claim = [None]
         self._answered = threading.Lock()
         self._answered.acquire()
@@ -104,4 +104,4 @@ def cross(thread: LoopThread, function: Callable[..., T], *args: Any) -> T:
         Crossing(thread, [answer]).wait()
         return answer.value
     finally:
-        del answer  # the traceback of an error has this frame: break the cycle
+        del answer  # break the cycle: the error's traceback has this frame

@@ -1,4 +1,4 @@
-"""SyncEngine: an engine for ordinary threads, on a loop of its own in a thread."""
+"""SyncEngine: an engine for ordinary threads, whose event loop runs in another thread."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SyncEngine(EngineVerbs, Unique):
 
     Any thread may call any method. A call *crosses* to the engine's thread and blocks its caller,
     without the GIL, until the answer has arrived. ``calls`` makes many calls in one crossing. Calls
-    of several threads are made in the order in which they arrive. What may wait returns an
+    of several threads are made in the order in which they arrive. Calls that may wait return an
     :class:`EngineFuture`.
 
     Args:

@@ -69,7 +69,7 @@ class EngineFuture(Future[T]):
         try:
             return super().result(checks.timeout(timeout))
         finally:
-            del self  # the traceback of the error has this frame: break the cycle
+            del self  # break the cycle: the error's traceback has this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end, and return the error of the wait; None without one.
@@ -100,7 +100,7 @@ class EngineFuture(Future[T]):
         try:
             return self.result()
         except BaseException:
-            self.cancel()  # without effect when the future has its end
+            self.cancel()  # does nothing if the future is done
             raise
         finally:
             del self
@@ -110,7 +110,7 @@ class EngineFuture(Future[T]):
         self._is_sent = True
 
     def note_cancelled(self) -> None:
-        """Wake what waits for this future, which was cancelled before its call was made."""
+        """Wake the waiters of this future, which was cancelled before its call was made."""
         self.set_running_or_notify_cancel()
 
     def start(
@@ -136,11 +136,13 @@ class EngineFuture(Future[T]):
             value = await coroutine
         except asyncio.CancelledError:
             if self._engine_thread.is_ending:
-                self.fail(self._engine_thread.new_error())  # unless its owner has cancelled it
+                # Does nothing if its owner has cancelled it.
+                self.fail(self._engine_thread.new_error())
             else:
                 self._note_end_by_cancellation()
         except BaseException as error:  # also SystemExit: it belongs to the caller
-            has_failed = self._engine_thread.has_failed  # then the engine was closed for that
+            # True if the engine was closed for that reason.
+            has_failed = self._engine_thread.has_failed
             self.fail(self._engine_thread.new_error() if has_failed else without_frames(error))
         else:
             if not self.settle(value) and undo is not None:
@@ -161,7 +163,7 @@ class EngineFuture(Future[T]):
             self.set_exception(error)
 
     def _note_end_by_cancellation(self) -> None:
-        """Note the end of a coroutine that its owner, or the coroutine itself, has cancelled."""
+        """Record that a coroutine was cancelled, by its owner or by itself."""
         self._engine_thread.end_wait(self)
         super().cancel()
         self.set_running_or_notify_cancel()

@@ -39,7 +39,7 @@ class SyncLayers(Unique):
 
     @property
     def has_arrived(self) -> bool:
-        """True if all layers have arrived in every transfer, none of which failed.
+        """True if all transfers have succeeded and all their layers have arrived.
 
         Does not cross.
         """

@@ -14,7 +14,7 @@ from aiokv.sync.answers import Answer, ReturnAnswer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-_FILE: Final = "<verbs of aiokv.sync>"  # in tracebacks, with the lines of the text
+_FILE: Final = "<verbs of aiokv.sync>"  # file name in tracebacks, which show the lines of the text
 # Text after the docstring of the async verb.
 _DIFFERENCES: Final = {
     "future": """
@@ -100,7 +100,7 @@ def add_methods(verbs: Iterable[Verb], calls: type, lease: type, engine: type) -
     exec(compile(text, _FILE, "exec"), names)
     for methods in made:
         if methods.is_recorded:
-            names[f"run_{methods.name}"].__name__ = methods.name  # for messages
+            names[f"run_{methods.name}"].__name__ = methods.name  # used in messages
         methods.finish(lease if methods.of_lease else engine, names[f"called_{methods.name}"])
         if methods.is_recorded:
             methods.finish(calls, names[f"recorded_{methods.name}"], is_recorded=True)

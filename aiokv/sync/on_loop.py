@@ -36,7 +36,7 @@ def inner_of(lease: SyncLease) -> Lease:
 
 
 def kept(name: str, values: Batch[Any] | Iterable[T]) -> Batch[Any] | list[T]:
-    """Return what a recorded call keeps of an argument: its elements now, or a batch itself."""
+    """Return an argument for a recorded call: a copy of its present elements, or a batch itself."""
     return values if isinstance(values, Batch) else checks.sequence(name, values)
 
 
@@ -135,7 +135,7 @@ def idle(future: EngineFuture[None], lease: SyncLease, arguments: dict[str, Any]
 
 
 def release(lease: SyncLease, arguments: dict[str, Any]) -> None:
-    """Release a lease; one that could not be matched has nothing to release."""
+    """Release a lease. Do nothing if its match has failed."""
     if getattr(lease, "match_error", None) is None:
         inner_of(lease).release(**arguments)
 

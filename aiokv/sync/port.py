@@ -53,7 +53,7 @@ class Port:
             calls.run()
             return answer.value
         finally:
-            del calls, answer  # the traceback of an error has this frame: break the cycle
+            del calls, answer  # break the cycle: the error's traceback has this frame
 
     def start(self, record: Callable[[Calls], S]) -> S:
         """Make the one call that ``record`` records, and return its future or its lease.

@@ -393,7 +393,7 @@ class _RankService:
         self.failure: AiokvError | None = None
 
     async def serve(self, opened: Future[None], closing: asyncio.Future[float | None]) -> None:
-        entering = asyncio.ensure_future(self._rank.__aenter__())  # before any call is made
+        entering = asyncio.ensure_future(self._rank.__aenter__())  # starts before any call
         opened.set_result(None)
         await asyncio.wait((entering, closing), return_when=asyncio.FIRST_COMPLETED)
         if not entering.done():

@@ -81,7 +81,7 @@ class RankLayers(Unique):
         self._transfers = transfers
         self._num_layers = num_layers
         self._waits = waits
-        self._arrived: list[Arrived] = []  # empty, or all
+        self._arrived: list[Arrived] = []  # empty, or the layers of all transfers
         self._view: LayerView | None = None  # set when all plans have arrived
         self.transfer_ids = transfer_ids
 

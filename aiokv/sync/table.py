@@ -43,7 +43,7 @@ VERBS: Final = (
     Verb(Lease.keep),
     Verb(Lease.fork, wraps=on_loop.forked),
     Verb(Lease.release, "return", run=on_loop.release),
-    # Device blocks of a server
+    # External device blocks
     Verb(Lease.assign),
     Verb(Lease.transfer_ids),
     Verb(Lease.is_idle),

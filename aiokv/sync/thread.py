@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-EXIT_SECONDS: Final = 30.0  # for transfers in flight, when the interpreter exits
+EXIT_SECONDS: Final = 30.0  # time for transfers in flight when the interpreter exits
 
 _threads: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 
@@ -43,8 +43,8 @@ def _close_at_exit() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_in_child)
-# Not atexit: stores use executors, which the interpreter shuts down before it calls atexit, and
-# before it joins the threads that wait for a service.
+# Not atexit: the interpreter shuts down executors, which stores use, before it calls atexit. It
+# also joins threads that wait for a service before that.
 threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]
 
 
@@ -98,16 +98,16 @@ class LoopThread:
         self._thread: threading.Thread | None = None
         self._ident = 0  # id of the thread while it runs
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing: asyncio.Future[float | None] | None = None  # gets the drain timeout
+        self._closing: asyncio.Future[float | None] | None = None  # its result is the drain timeout
         self._has_ended = False
         self._over = threading.Event()
         self._failure: BaseException | None = None  # the exception that ended the loop
         self._is_abandoned = False
-        # Single operations of these sets are atomic, so no lock is held across a switch of threads.
+        # Single operations of these sets are atomic, so they need no lock.
         self._unanswered: set[Crossing] = set()
         self._waits: set[EngineFuture[Any]] = set()
         self._ending: set[asyncio.Task[None]] = set()  # cancelled waits that have not ended
-        self._begins_closing = False  # `serve` has not seen yet that it has to close
+        self._begins_closing = False  # True until `serve` has seen that it has to close
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class LoopThread:
         """Refuse all calls: this process is a fork of the process of the thread."""
         self._is_abandoned = True
         self._ident = 0
-        _native.keep_forever(self)  # so that no destructor closes what the parent uses
+        _native.keep_forever(self)  # otherwise destructors would close resources of the parent
 
     def _end_unbegun(self) -> bool:
         """End a service whose thread will never run its loop; return False if it runs."""
@@ -182,7 +182,7 @@ class LoopThread:
         if self._closing is not None and self._loop is not None and not self._closing.done():
             self._closing.set_result(drain_timeout)
             self._begins_closing = True
-            self._loop.call_soon(self._note_closing)  # behind the step of `serve`
+            self._loop.call_soon(self._note_closing)  # after the present step of `serve`
 
     def _note_closing(self) -> None:
         self._begins_closing = False
@@ -209,7 +209,7 @@ class LoopThread:
                 except BaseException as error:  # a callback of the loop has raised SystemExit
                     self._failure = error
                     log.error("sync.thread_failed", reason=repr(error))
-                    self._has_ended = True  # so that calls fail that were posted, too
+                    self._has_ended = True  # posted calls must fail, too
                     runner.run(self._service.abort())
         except BaseException as error:
             self._failure = self._failure or error
@@ -246,7 +246,7 @@ class LoopThread:
 
     @property
     def is_ending(self) -> bool:
-        """True if the service was asked to close, or failed: tasks are cancelled for that."""
+        """True if the service was asked to close or has failed, so that its tasks are cancelled."""
         return self.has_failed or (self._closing is not None and self._closing.done())
 
     @property

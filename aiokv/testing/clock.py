@@ -57,7 +57,7 @@ class Clock:
         if seconds < 0:
             raise ValueError(f"seconds is {seconds}; it must be at least 0")
         end = self.now + seconds
-        await spin(_PASSES)  # tasks that are about to set a timer set it now
+        await spin(_PASSES)  # lets tasks set the timers that they are about to set
         while self._timers and self._timers[0][0] <= end:
             due, _, timer = heapq.heappop(self._timers)
             if timer.cancelled():

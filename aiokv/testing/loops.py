@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-PATIENCE_SECONDS: Final = 60.0  # for what ends soon, on a machine that is busy
+PATIENCE_SECONDS: Final = 60.0  # for events that are due soon, on a busy machine
 
 
 async def spin(passes: int = 1) -> None:

@@ -44,7 +44,7 @@ _ROUTES: Final[tuple[GroupRoute, ...]] = (
     *((retention, route) for retention in ("last", "window") for route in (ONLOAD, OFFLOAD)),
     *((retention, route) for retention in ("all", "last", "window") for route in (RECEIVE, SEND)),
 )
-GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy has not copied
+GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy did not reach
 
 
 class ManualEvent:
@@ -159,7 +159,7 @@ class ManualCopy:
             self.complete(layer)
 
     def fail(self, layer: int, *, block: int = 0, reason: str = "failed by the test") -> None:
-        """End one layer of which the blocks from index ``block`` on are not copied.
+        """End one layer without copying its blocks from index ``block`` on.
 
         They are filled with ``GARBAGE``, so that tests detect their use; slots of recurrent state
         that are copied within the device are left as they are. The other layers are still to be

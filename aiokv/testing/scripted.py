@@ -75,7 +75,7 @@ class _Running:
     direction: str
     number: int
     copy: ManualCopy
-    started_at: float  # by the loop's clock
+    started_at: float  # time of the loop's clock
     alarms: set[float] = field(default_factory=set)
 
 
@@ -215,7 +215,7 @@ class ScriptedDevice(ManualDevice):
     def _may_end(self, running: _Running, layer: int) -> bool:
         direction, number = running.direction, running.number
         if running.copy.after is not None and not running.copy.after.done:
-            self._wake()  # no callback reports the end of the event
+            self._wake()  # the event has no callback to report its end
             return False
         matching = self._script.matching
         if any(not r.gate.opened for r in matching(Hold, direction, number, layer)):

@@ -250,7 +250,8 @@ class ScriptedStore(Store):
         for hold in self._script.matching(Hold, operation, number):
             await _opened(hold.gate)
         for failure in self._script.matching(_Failure, operation, number):
-            raise failure.error.with_traceback(None)  # it would grow with each operation
+            # Otherwise the traceback would grow with each operation.
+            raise failure.error.with_traceback(None)
         return number
 
     def _answered(self, operation: Operation, number: int, results: Sequence[int]) -> Sequence[int]:

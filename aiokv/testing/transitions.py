@@ -136,7 +136,7 @@ class Recording(Unique):
         has_stores = scheduler.has_stores
         self.log = TransitionLog(config=_plain_config(config), has_stores=has_stores)
         self._file = file
-        self._inside = False  # a transition that another one makes is not recorded
+        self._inside = False  # True inside a transition: those that it calls are not recorded
         self._names: tuple[str, ...] = TRANSITIONS
         self._scheduler = scheduler
         if file is not None:
@@ -152,7 +152,7 @@ class Recording(Unique):
                 return transition(*args, **kwargs)
             plain_args = [
                 _plain(arg) for arg in args
-            ]  # converted before the call, which may change them
+            ]  # converted first, because the call may change them
             plain_kwargs = {key: _plain(value) for key, value in kwargs.items()}
             self._inside = True
             try:

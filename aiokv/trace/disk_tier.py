@@ -59,8 +59,8 @@ class DiskTier:
         self._saved_at_use = SavePolicy.parse("policy", options.policy, DISK_POLICIES).uses
         self._block_tokens = block_tokens
         self._root = _native.root_digest(block_tokens, "")
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self._unsaved: dict[int, int] = {}  # uses of blocks that were computed and not saved since
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._unsaved: dict[int, int] = {}  # number of uses of computed blocks that were not saved
         self._offered: set[int] = set()
         self.hit_tokens = 0
         self.loaded_blocks = 0
@@ -98,7 +98,7 @@ class DiskTier:
         return words
 
     def _save(self, digests: Sequence[int], computed: int) -> None:
-        """Offer the blocks that are due; those from index ``computed`` on were not cached."""
+        """Offer the due blocks. Blocks from index ``computed`` on were not cached."""
         for digest in digests[computed:]:
             self._unsaved[digest] = 0
         for digest in reversed(digests):

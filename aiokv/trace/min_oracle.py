@@ -25,7 +25,7 @@ def min_hit_tokens(requests: Sequence[TraceRequest], capacity_blocks: int) -> in
     """Return the hit tokens of the optimal cache of ``capacity_blocks`` blocks of 512 tokens."""
     next_uses = _next_uses(requests)
     kept: dict[int, int] = {}  # block -> its next use
-    farthest: list[tuple[int, int, int]] = []  # (-next use, -depth, block); stale entries stay
+    farthest: list[tuple[int, int, int]] = []  # (-next use, -depth, block); may have stale entries
     hits = 0
     for request, uses in zip(requests, next_uses, strict=True):
         hits += _leading_hits(request, kept)

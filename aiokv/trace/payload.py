@@ -24,7 +24,7 @@ _TENSORS = NUM_LAYERS * len(REGION_NAMES)
 _WORD_BYTES = 8
 _MAX_TENSOR_BLOCK_BYTES = 16 << 10
 
-# Odd multipliers (from splitmix64): neighbouring tokens give distant words.
+# Odd multipliers (from splitmix64), so that similar tokens give different words.
 _TOKEN_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _TENSOR_FACTOR = 0x94D049BB133111EB
 

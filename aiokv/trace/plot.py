@@ -108,7 +108,7 @@ def hit_rate_figure(points: Sequence[CapacityPoint], tier: SweptTier, title: str
 
 
 def _series(points: Sequence[CapacityPoint], tier: SweptTier) -> dict[str, list[CapacityPoint]]:
-    """Return the points of each line, by what the other tiers have."""
+    """Return the points of each line, by the sizes of the other tiers."""
     others = [other for other in _TIERS if other != tier]
     swept = [other for other in others if len({p.num_bytes(other) for p in points}) > 1]
     series: dict[str, list[CapacityPoint]] = {}
@@ -153,7 +153,7 @@ def _draw_tiers(axes: Any, line: Sequence[CapacityPoint], tier: SweptTier) -> bo
 def _format_axes(axes: Any, points: Sequence[CapacityPoint], tier: SweptTier, title: str) -> None:
     sizes = sorted({point.num_bytes(tier) for point in points})
     smallest = min((size for size in sizes if size), default=1)
-    if len(sizes) > 1 and sizes[0] == 0:  # linear up to the smallest size: 0 has a place
+    if len(sizes) > 1 and sizes[0] == 0:  # linear up to the smallest size, so that 0 has a place
         axes.set_xscale("symlog", linthresh=smallest, linscale=0.3)
     elif len(sizes) > 1:
         axes.set_xscale("log")

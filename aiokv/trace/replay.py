@@ -592,7 +592,7 @@ def _hit_tokens(run: _Run) -> dict[str, int]:
 
 def _memory(run: _Run, rss_before: int) -> MemoryReport:
     statistics = run.statistics
-    # Nearly every block of the smaller tier is also in the larger tier.
+    # Nearly all blocks of the smaller tier are also in the larger one.
     cached_blocks = max(statistics.attention.device.cached, statistics.attention.host.cached)
     return MemoryReport(
         rss_delta_bytes=run.rss_bytes - rss_before,

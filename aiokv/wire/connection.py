@@ -149,12 +149,12 @@ class Connection(Unique, Generic[S, R]):
         self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self._wake_bytes = 1  # received bytes that make the socket readable
-        self._received = False  # a byte, since the last check
-        self._sent = False  # a byte, since the last check
+        self._received = False  # True if a byte was received since the last check
+        self._sent = False  # True if a byte was sent since the last check
         self._silent = 0  # checks since the last byte was received
         self._stuck = 0  # checks since the last byte was sent, while bytes waited
         self._closed: asyncio.Future[str] = self._loop.create_future()
-        self._holds = 0  # users that keep the socket open after the connection has ended
+        self._holds = 0  # users that keep the socket open after the connection's end
         self.remote = remote
         self.reason = ""
         self.timed_out = False
@@ -277,7 +277,7 @@ class Connection(Unique, Generic[S, R]):
         """Tell the handler that the connection has ended."""
         if self._handler is not None:
             self._handler.on_closed(self.reason)
-        self._handler = None  # without the cycle of handler and connection, both are freed at once
+        self._handler = None  # breaks the cycle with the handler, so both are freed at once
 
     async def closed(self) -> str:
         """Wait for the end of the connection; return the reason.
@@ -318,7 +318,7 @@ class Connection(Unique, Generic[S, R]):
             raise InternalError(f"peer_ended: called for {self.remote}, which is open or not held")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        await asyncio.sleep(0)  # uvloop stops to watch a descriptor one pass later
+        await asyncio.sleep(0)  # uvloop stops watching a descriptor one pass later
         ignored = bytearray(READ_BYTES)
         try:
             while await self._loop.sock_recv_into(self._socket, ignored):
@@ -329,7 +329,7 @@ class Connection(Unique, Generic[S, R]):
             raise PeerError(f"{self.remote}: {error}") from error
 
     def _close_socket(self) -> None:
-        # uvloop stops to watch a descriptor one pass later.
+        # uvloop stops watching a descriptor one pass later.
         self._loop.call_soon(self._socket.close)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Connection(Unique, Generic[S, R]):
 
     def _on_message(self, message: R) -> None:
         if isinstance(message, Ping):
-            self._queue.add_first(PONG)  # not behind fragments
+            self._queue.add_first(PONG)  # ahead of fragments
             self._queue_changed()
         elif not isinstance(message, Pong) and self._handler is not None:
             self._handler.on_message(message)
@@ -388,7 +388,7 @@ class Connection(Unique, Generic[S, R]):
     # --- writing ----------------------------------------------------------------------------------
 
     def _queue_changed(self) -> None:
-        """Write in the next pass of the loop, together with what is queued until then."""
+        """Write in the next pass of the loop, with all messages queued until then."""
         if self._queue.waiting > MAX_QUEUED:
             self.abort(f"the other side did not read {MAX_QUEUED} messages")
         elif not self._writer_armed and not self._flush_scheduled:
@@ -439,7 +439,7 @@ class Connection(Unique, Generic[S, R]):
     def _check(self) -> None:
         """Count an interval in which the other side sent nothing, or read nothing."""
         if not self._received:
-            self._on_readable()  # fewer bytes than WAKE_BYTES, or the loop was blocked
+            self._on_readable()  # WAKE_BYTES were not reached, or the loop was blocked
             if self.reason:
                 return
         limits = self._limits
@@ -448,7 +448,8 @@ class Connection(Unique, Generic[S, R]):
         self._timer = self._loop.call_later(limits.ping_seconds, self._check)
         waits = bool(self._queue)
         self._stuck = self._stuck + 1 if waits and not self._sent else 0
-        # A process that reads fragments runs: a Ping may be queued behind them in its kernel.
+        # A process that reads fragments is alive: our Ping may be behind them in its kernel's
+        # queue.
         is_alive = self._received or (waits and self._sent)
         self._silent = 0 if is_alive else self._silent + 1
         self._received = self._sent = False

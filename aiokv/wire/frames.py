@@ -135,7 +135,7 @@ class FrameReader:
         self._rest: memoryview | None = (
             None  # unread rest of the fragment; None while it is discarded
         )
-        self._discarding = 0  # bytes
+        self._discarding = 0  # number of bytes to discard
         self.stopped = False
 
     @property
@@ -243,7 +243,7 @@ class FrameReader:
         self._begin += ahead
         if target is not None and ahead == message.fragment_bytes:
             self._end_fragment()
-        elif ahead < message.fragment_bytes:  # all that was received is used
+        elif ahead < message.fragment_bytes:  # all received bytes are used
             self._buffer, self._begin, self._end = self._small, 0, 0
 
     def _end_fragment(self) -> None:
@@ -269,5 +269,5 @@ def decoded(codec: Codec[Any, R], body: memoryview) -> R:
         return codec.decode(body)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"a malformed message: {error}") from None
-    except RecursionError:  # msgspec counts the nesting of what it decodes or skips
+    except RecursionError:  # msgspec limits the nesting of values that it decodes or skips
         raise ProtocolError("a message that is nested too deeply") from None

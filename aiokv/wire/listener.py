@@ -61,12 +61,12 @@ class Listener(Unique, Generic[C]):
         self._on_connection = on_connection
         self._limits = limits
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first; none is cancelled
-        self._tasks: set[asyncio.Task[None]] = set()  # these, and the cancelled ones
+        self._tasks: set[asyncio.Task[None]] = set()  # handshakes, including cancelled ones
         self._connections: set[C] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._log_after = 0.0
         self._closed = False
-        self._reserved = 0  # connections in `room`
+        self._reserved = 0  # connections for which `room` has set a place aside
         self._name = name
         self.address: Any = listening.getsockname()
         self.refused = 0
@@ -129,7 +129,7 @@ class Listener(Unique, Generic[C]):
         self.close()
         if self._tasks:
             await asyncio.wait(set(self._tasks))
-        await asyncio.sleep(0)  # the socket is closed
+        await asyncio.sleep(0)  # then the socket is closed
 
     def _on_acceptable(self) -> None:
         for _ in range(BACKLOG):
@@ -164,7 +164,7 @@ class Listener(Unique, Generic[C]):
         self._handshakes.pop(task, None)
         self._tasks.discard(task)
         if task.cancelled():
-            accepted.close()  # a task that is cancelled before it runs does not
+            accepted.close()  # a task that is cancelled before it runs does not close it
         else:
             task.result()  # an error of on_connection goes to the loop
 

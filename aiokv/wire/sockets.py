@@ -39,8 +39,8 @@ class HandshakeError(Exception):
 async def deadline(seconds: float) -> AsyncIterator[None]:
     """Raise ``TimeoutError`` after ``seconds``.
 
-    The time is waited for in two halves, so that a loop that was blocked reads its sockets before
-    the deadline.
+    It waits in two halves, so that a loop that was blocked reads its sockets before the deadline
+    passes.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as timeout:

@@ -53,7 +53,7 @@ def _bind(path: Path, backlog: int) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(str(path))
-        path.chmod(0o600)  # no process can connect before listen()
+        path.chmod(0o600)  # before listen(), so no process has connected
         listening.listen(backlog)
     except BaseException:
         listening.close()
@@ -76,7 +76,7 @@ def claimed(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.unlink(missing_ok=True)  # before the file is unlocked: see _lock
+        lock.unlink(missing_ok=True)  # remove it before it is unlocked: see _lock
         os.close(descriptor)
 
 

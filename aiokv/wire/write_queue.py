@@ -31,7 +31,7 @@ class FragmentWrites(Generic[H]):
 
     def __init__(self, heads: Sequence[H]) -> None:
         self.ended: asyncio.Future[PeerError | None] = asyncio.get_running_loop().create_future()
-        self._waiting = deque(heads)  # their writes have not begun, in order
+        self._waiting = deque(heads)  # not begun, in order
         self._unwritten = len(self._waiting)
         self.withdrawn = False
         self._end_if_written()
@@ -91,7 +91,7 @@ class WriteQueue:
 
     def __init__(self, key: bytes | None) -> None:
         self._writer = FrameWriter(key)
-        self._queue: deque[_Queued] = deque()  # without a frame
+        self._queue: deque[_Queued] = deque()  # messages that are not encoded into a frame yet
         self._active: deque[_Buffer] = deque()  # frames, fragments
         self._active_bytes = 0
 

@@ -59,7 +59,7 @@ class HostArena:
         try:
             self._map.close()
         except BufferError:
-            return  # freed with the last view
+            return  # the last view frees the memory
 
 
 def _reserve(nbytes: int) -> mmap.mmap:

@@ -147,7 +147,7 @@ class Plans(Protocol):
         """
 
     def raise_priority(self, transfer_id: int, priority: int) -> None:
-        """Submit a plan that still waits as if it had been given with this priority.
+        """Change the priority of a plan that waits, as if it had been submitted with this one.
 
         Without effect on a plan that a device has, on unknown ids, and when ``priority`` is not
         lower than the plan's.
@@ -484,7 +484,7 @@ class Worker(Protocol):
         """Close after the loop was closed: no callback runs, nothing is reported. Idempotent."""
 
     def statistics(self) -> WorkerStatistics:
-        """Return counts since the worker was made, and the plans that it has now. Any thread."""
+        """Return counts since the worker was created, and its present plans. Any thread."""
 
     def inspect(self) -> WorkerState:
         """Return the state of stores, peers, ranks and host memory."""

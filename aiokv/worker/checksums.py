@@ -25,7 +25,7 @@ class Checksums:
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
-        self._device: dict[int, int] = {}  # device id -> CRC-32 when it was recorded
+        self._device: dict[int, int] = {}  # by device id: CRC-32 at the time of recording
         self._host: dict[int, int] = {}
 
     def bind(self, regions: Regions) -> None:

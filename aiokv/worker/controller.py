@@ -82,7 +82,7 @@ class CacheController:
         self.plans = PlanTable(self._check_plan, lambda: self.memory.regions.num_layers)
         self._closing = False
         self._closed = False
-        self._turn = asyncio.Lock()  # held by sleep, wake_up and aclose, which suspend
+        self._turn = asyncio.Lock()  # held by sleep, wake_up and aclose, because they suspend
         self.memory = WorkerMemory(
             regions,
             device,
@@ -237,7 +237,8 @@ class CacheController:
                 return
             if tiers:
                 await self.tickets.sleep()
-            self.memory.sleep(tiers & _DEVICE)  # a store may close slowly
+            # Free this memory first, because a store may close slowly.
+            self.memory.sleep(tiers & _DEVICE)
             if self.stores.exist and "host" in tiers:
                 await self.stores.sleep()
             self.memory.sleep(tiers)
@@ -250,8 +251,8 @@ class CacheController:
         async with self._turn:
             if self._closing:
                 return
-            # The caller counts these tiers as asleep. An earlier call that was cancelled, here or
-            # on another rank, may have left peers open and other tensors bound.
+            # The caller counts these tiers as asleep. A cancelled earlier call, here or on another
+            # rank, may have left peers open and other tensors bound.
             await self.tickets.sleep()
             self.memory.sleep(tiers & _DEVICE)
             self.memory.wake_up(tiers, regions)
@@ -265,7 +266,7 @@ class CacheController:
     # --- end --------------------------------------------------------------------------------
 
     async def abandon(self) -> None:
-        """Cancel and report waiting plans, end all tickets; wait for what the device has.
+        """Cancel and report waiting plans, end all tickets, and wait for submitted plans.
 
         Cancellation: waiting plans are cancelled; the transfers go on.
         """
@@ -308,7 +309,7 @@ class CacheController:
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of each group and route. Any thread."""
-        # The device counts copies of peers, too, which are parts of the plans of `tickets`.
+        # The device also counts copies of peers, which are parts of the plans of `tickets`.
         executors = (self._transfers, self.stores.transfers, self.tickets.plans)
         return worker_statistics(
             self.memory.regions.groups,

@@ -85,9 +85,9 @@ class DeviceTransfers(Executor[_Work]):
         self._gate = gate
         self._events = events
         self._checksums = checksums
-        self._poller = EventPoller()  # until open() gives the loop's
+        self._poller = EventPoller()  # replaced by the loop's poller in open()
         self._lanes = RouteTable(Lane)
-        self._copy_ids = count(-1, -1)  # ids of copies that are a part of a plan
+        self._copy_ids = count(-1, -1)  # ids of copies that are parts of a plan
 
     def open(self, poller: EventPoller) -> None:
         """Use the poller of the loop from now on."""
@@ -204,7 +204,7 @@ class DeviceTransfers(Executor[_Work]):
         try:
             copy = self._copy(entry)
             events = copy.layer_events
-        except Exception as error:  # the report tells it, like any other failure of the copy
+        except Exception as error:  # reported like any other failure of the copy
             failure = CopyError(0, str(error) or type(error).__name__)
             entry.counter.refuse(failure)
             self._drop(lane, entry, failure)
@@ -223,7 +223,7 @@ class DeviceTransfers(Executor[_Work]):
             self._checksums.begin(plan)
         ids = plan.source_ids, plan.target_ids
         if plan.digests:
-            device: Any = self._device  # one with slots in its memory
+            device: Any = self._device  # a device with peers' slots in its memory
             copy: Copy = device.copy(plan.route, *ids, after, plan.group, keys=plan.digests)
             return copy
         return self._device.copy(plan.route, *ids, after, plan.group)
@@ -295,7 +295,7 @@ class DeviceTransfers(Executor[_Work]):
         self._plans.send_report(entry)
 
     def _drop(self, lane: Lane, entry: _Entry, failure: CopyError | None) -> None:
-        """End a plan of which the device moves nothing."""
+        """End a plan for which the device moves no byte."""
         lane.submitted -= 1
         self._plans.end(entry, failure)
         self._plans.report_soon(entry)

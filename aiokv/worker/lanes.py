@@ -1,4 +1,4 @@
-"""Plans of a worker by group and route: those that wait, those that move, and their bandwidth."""
+"""Plans of a worker by group and route: waiting plans, moving plans, and their bandwidth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import Outcome, Route, TransferPlan
 
 BANDWIDTH_WEIGHT: Final = 0.2  # weight of the newest transfer in the moving average
-LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency: no measure of bandwidth
+LEARN_BYTES: Final = 1 << 20  # smaller transfers measure latency rather than bandwidth
 
 
 class RouteCounts:
@@ -95,7 +95,7 @@ class Lane(RouteCounts):
 
     @property
     def queued(self) -> int:
-        """Transfers that wait for the device; those that wait for a step do not count."""
+        """Number of transfers that wait for the device, without those that wait for a step."""
         return len(self.queue)
 
     @property

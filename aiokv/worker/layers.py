@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiokv.worker.views import LayerView
 
 ALL: Final = -1  # key of waiters for the end
-REST: Final = -2  # key of threads that wait until no byte moves any more
+REST: Final = -2  # key of threads that wait until no byte moves
 
 
 class LayerDoneCounter:
@@ -79,7 +79,7 @@ class LayerDoneCounter:
         self._ended_seconds: float | None = None
         self._failure: CopyError | None = None
         self._copy: Copy | None = None
-        self._threads = ThreadWaits()  # for the copy, a layer or the end
+        self._threads = ThreadWaits()  # threads that wait for the copy, a layer or the end
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._callbacks: list[Callable[[int], None]] = []
 
@@ -332,7 +332,7 @@ class LayerDoneCounter:
             if not copy.wait_submitted(layer, deadline.left()):
                 raise self._not_submitted(f"layer {layer}", deadline)
             copy.stream_wait(layer, stream)
-        except DeviceError as error:  # not submitted: no block is proven
+        except DeviceError as error:  # it was not submitted, so no block is proven
             return CopyError(0, str(error))
         return None
 
@@ -440,7 +440,7 @@ class LayerDoneCounter:
         self._release_all()
 
     def abandon(self, failure: CopyError) -> None:
-        """Release all waiters: the loop has ended, so ``finish`` will not be called."""
+        """Release all waiters, because the loop has ended and ``finish`` will not be called."""
         self._abandoned = True
         self.give_up(failure)
         self._threads.wake()

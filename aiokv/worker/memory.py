@@ -149,7 +149,7 @@ class WorkerMemory:
         Raises:
             ClosedError: the worker was not opened, or the host tier is asleep.
         """
-        # Without those of peers: what is on its way is not stored.
+        # Without the arenas of peers, because fragments in transit are not stored.
         arenas: dict[Pool, HostArena] = {_BLOCKS: self.arena}
         arenas |= {pool: own for pool, own in self._side_arenas.items() if pool.tier != "peer"}
         num_bytes = sum(arena.nbytes for arena in arenas.values())

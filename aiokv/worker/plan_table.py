@@ -153,7 +153,7 @@ class PlanTable:
         self._entries: dict[int, PlanEntry[Any]] = {}
         self._poller: EventPoller | None = None
         self._on_report: Callable[[TransferReport], None] = lambda report: None
-        self._num_refused = 0  # plans whose reports are due
+        self._num_refused = 0  # refused plans that were not reported yet
         self._drained: list[asyncio.Future[None]] = []
         self.is_given_up = False
 
@@ -179,9 +179,9 @@ class PlanTable:
         """Submit a plan, or report it as failed; see :meth:`Plans.take`."""
         try:
             return self.submit(plan)
-        except MemoryError:  # anywhere in the executor, which may have begun the transfer
+        except MemoryError:  # raised anywhere in the executor, which may have begun the transfer
             raise
-        except Exception as error:  # a repeated call would raise it again
+        except Exception as error:  # refused now, because a repeated call would raise it again
             return self._refuse(plan, CopyError(0, str(error) or type(error).__name__))
 
     def submit(self, plan: TransferPlan) -> LayerDoneCounter:
@@ -360,7 +360,7 @@ class PlanTable:
                 self._wake_drained()
 
     def _refuse(self, plan: TransferPlan, failure: CopyError) -> LayerDoneCounter:
-        """Report a plan that was not added: its id may be that of a plan in flight."""
+        """Report a plan that was not added. A plan in flight may have the same id."""
         transfer_id = plan.transfer_id
         counter = LayerDoneCounter(
             self._num_layers(), transfer_id=transfer_id, direction=plan.direction

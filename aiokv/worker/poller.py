@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 FIRST_LEAD_SECONDS: Final = 40e-6  # a timerfd wake-up costs 10 to 40 us
 MIN_LEAD_SECONDS: Final = 15e-6
 MAX_LEAD_SECONDS: Final = 100e-6
-LEAD_GROWTH_SECONDS: Final = 10e-6  # for an end that was slept over; with the next, 1 in 25 is
-LEAD_SHRINKAGE_SECONDS: Final = 0.4e-6  # for an end that was observed
-BURST_SECONDS: Final = 20e-6  # queries without a break, while the loop has nothing else to do:
-IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer than this
+LEAD_GROWTH_SECONDS: Final = 10e-6  # after a late wake-up; with the next value, 1 in 25 is late
+LEAD_SHRINKAGE_SECONDS: Final = 0.4e-6  # after a wake-up in time
+BURST_SECONDS: Final = 20e-6  # longest series of queries while the loop has no other work
+IDLE_PASS_SECONDS: Final = 20e-6  # longest pass of a loop without other work
 LATENCY_SAMPLES: Final = 4096
 
 
@@ -65,9 +65,9 @@ class EventPoller:
         self._guard = guard or StateGuard()
         self._bound_loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = threading.get_ident()  # thread of the loop
-        self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
+        self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end to begin polling
         self._streams: dict[Hashable, WatchedStream] = {}
-        # Events that were announced as ended, and when they were seen; see _pass.
+        # Events that were announced as ended, with the time of the announcement; see _pass.
         self._ended: deque[tuple[WatchedStream, Watch, float]] = deque()
         self._soon: deque[Callable[[], object]] = deque()
         self._next_soon: asyncio.Handle | None = None
@@ -76,7 +76,7 @@ class EventPoller:
         self._next_pass: asyncio.Handle | None = None
         self._in_pass = False
         self._calling: Watch | None = None  # the watch whose callback runs
-        self._passed_at = 0.0  # the end of the last pass
+        self._passed_at = 0.0  # time at which the last pass ended
         self._closed = False
         self._events = 0
         self._queries = 0
@@ -173,7 +173,7 @@ class EventPoller:
             self._next_pass = self._loop.call_soon(self._on_next_pass)
 
     async def wait(self, event: Event, work_seconds: float | None = None) -> None:
-        """Wait for one event on a stream of its own.
+        """Wait for one event, independently of the watched streams.
 
         Raises:
             DeviceError: the query of the event failed.
@@ -234,20 +234,21 @@ class EventPoller:
         while self._streams:
             stream = self._streams.pop(next(iter(self._streams)))
             for watch in stream.queue:
-                if watch is not self._calling:  # else its callback closes the poller
+                if watch is not self._calling:  # else its own callback is closing the poller
                     self._announce(watch, ClosedError("the event poller was closed"))
             stream.queue.clear()
         self._ended.clear()
         self._cancel_pass()
         if self._timer is not None:
             self._loop.remove_reader(self._timer.fileno())
-            # uvloop takes a reader off in its next pass; until then the descriptor must not be
-            # handed out again.
+            # uvloop removes a reader in its next pass. Until then, the descriptor must stay open,
+            # so that no other file gets its number.
             self._loop.call_soon(self._timer.close)
             self._timer = None
 
     def _watches(self) -> Iterator[Watch]:
-        for stream in list(self._streams.values()):  # copies: another thread may read statistics
+        # A copy, because another thread may read statistics.
+        for stream in list(self._streams.values()):
             yield from list(stream.queue)
 
     def _discard(self, watch: Watch) -> None:
@@ -276,7 +277,7 @@ class EventPoller:
         try:
             self._timer.drain()
             self._timer_at = 0.0
-            self._cancel_pass()  # this call replaces it
+            self._cancel_pass()  # this call replaces the scheduled pass
             self._pass()
         except BaseException as error:
             self._guard.note(error)
@@ -308,7 +309,7 @@ class EventPoller:
                 self._next_soon = self._loop.call_soon(self._run_soon)
 
     def _tell_loop(self, what: str, raised: Exception) -> None:
-        self._guard.note(raised)  # it may be a MemoryError
+        self._guard.note(raised)  # the exception may be a MemoryError
         self._loop.call_exception_handler({"message": f"aiokv: {what} raised", "exception": raised})
 
     def _pass(self) -> None:
@@ -348,7 +349,7 @@ class EventPoller:
             error: BaseException | None = None
             try:
                 done = watch.event.done
-            except Exception as raised:  # handed to the callback
+            except Exception as raised:  # the callback gets the exception
                 done, error = True, raised
             now = time.monotonic()
             if done:
@@ -390,7 +391,8 @@ class EventPoller:
             self.lead_seconds = min(max(lead_seconds, MIN_LEAD_SECONDS), MAX_LEAD_SECONDS)
         if finished_at is not None:
             return finished_at
-        # The poller slept too long: the next observed end corrects an early estimate.
+        # The poller slept too long. If this makes the estimate too early, the next observed end
+        # corrects it.
         return now if seen else min(now, stream.ends_at) - self.lead_seconds
 
     def _announce(self, watch: Watch, error: BaseException | None) -> None:

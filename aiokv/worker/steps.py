@@ -76,7 +76,7 @@ class StepEvents:
 
     def __init__(self) -> None:
         self._events: deque[tuple[int, Event | None]] = deque()  # by step, ascending
-        self._passed_step = 0  # no event of this step, or of an earlier one, is left
+        self._passed_step = 0  # events of this step and of earlier ones are done
 
     def __len__(self) -> int:
         return len(self._events)
@@ -119,7 +119,7 @@ class WorkerSteps:
         self._device = device
         self._memory = memory
         self._checksums = checksums
-        self._uncomputed: list[NDArray[np.int32]] = []  # recorded when the open step is closed
+        self._uncomputed: list[NDArray[np.int32]] = []  # to record when the open step is closed
         self._poller: EventPoller | None = None
         self._on_close: Callable[[], None] = _ignore_close
         self._on_step: Callable[[int, BaseException | None], None] = _ignore_step
@@ -220,7 +220,7 @@ class WorkerSteps:
         if event is not None:
             try:
                 event.synchronize()
-            except Exception as error:  # CuPy's class of errors needs the driver
+            except Exception as error:  # CuPy's exception class is only available with a driver
                 raise DeviceError(f"close_step: the event of the step failed: {error}") from error
         self._checksums.record(np.concatenate(self._uncomputed))
         self._uncomputed.clear()

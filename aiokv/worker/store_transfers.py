@@ -155,7 +155,7 @@ class StoreTransfers(Executor[_Work]):
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "aiokv: a transfer of the stores raised", "exception": error}
             )
-        entry.work.accesses.cancel()  # a cancelled task leaves them behind
+        entry.work.accesses.cancel()  # a cancelled task does not end them
         self._end_at_rest(entry)
 
     def _end_at_rest(self, entry: _Entry, *_: object) -> None:

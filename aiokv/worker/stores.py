@@ -61,7 +61,7 @@ class WorkerStores:
         self._memory = memory
         self._identity: StoreIdentity | None = None
         self._is_asleep = False
-        self._answers = False  # from the end of open() to end_lookups()
+        self._answers = False  # True from the end of open() until end_lookups()
         self.transfers = StoreTransfers(self._stores, plans, checksums)
 
     async def open(self, identity: StoreIdentity | None) -> None:

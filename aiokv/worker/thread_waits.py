@@ -1,4 +1,4 @@
-"""Waits of ordinary threads for what the thread of a loop does."""
+"""Waits of ordinary threads for the thread of a loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ThreadWaits:
     __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        # Single operations of a list are atomic.
+        # No lock is needed, because single operations of a list are atomic.
         self._waiting: list[tuple[Callable[[], bool], SimpleQueue[None]]] = []
 
     def wait(self, condition: Callable[[], bool], deadline: Deadline = NO_DEADLINE) -> bool:

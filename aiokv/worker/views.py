@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LayerView:
-    """All transfers that a lease owns or has joined, as one counter.
+    """One counter for all transfers that a lease owns or has joined.
 
     Args:
         counters: counters of those transfers, all with the same number of layers.
@@ -163,7 +163,7 @@ class LayerView:
         if self._locate is None:
             return 0
         token = self._locate(transfer_id, failure.first_bad_block)
-        # A lease that has joined needs at least one block of the transfer.
+        # A lease that has joined the transfer needs at least one of its blocks.
         return 0 if token is None and failure.first_bad_block == 0 else token
 
     async def wait(self, layer: int, timeout: float | None = None) -> None:
@@ -185,7 +185,7 @@ class LayerView:
             for counter in self.counters:
                 left = None if deadline is None else max(deadline - now(), 0.0)
                 await counter.settled(layer, left)
-            for counter in self.counters:  # one may have failed meanwhile
+            for counter in self.counters:  # one may have failed during the wait
                 if counter.failure is not None:
                     left = None if deadline is None else max(deadline - now(), 0.0)
                     await counter.settled(ALL, left)
@@ -214,7 +214,7 @@ class LayerView:
         with self._timed(layer):
             for counter in self.counters:
                 counter.host_settled(layer, deadline)
-            for counter in self.counters:  # one may have failed meanwhile
+            for counter in self.counters:  # one may have failed during the wait
                 if counter.failure is not None:
                     counter.host_settled(ALL, deadline)
         self.raise_for_error()
@@ -300,7 +300,7 @@ class LayerView:
 
 
 def _check_stream(call: str, stream: object) -> None:
-    """Refuse None, also without transfers: the first hit must not be what shows the mistake."""
+    """Refuse None even without transfers: otherwise the mistake shows only at a hit."""
     if stream is None:
         raise UsageError(
             f"{call}: stream is None; it must be the stream that computes",

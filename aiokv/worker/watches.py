@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 POLL_BUDGET_SECONDS: Final = 200e-6  # longer polling costs more CPU time than it saves
 MIN_BACKOFF_SECONDS: Final = 50e-6
 MAX_BACKOFF_SECONDS: Final = 1e-3
-BACKOFF_SHARE: Final = 0.125  # sleep this share of the time overdue
-MAX_SLEEP_SECONDS: Final = 2e-3  # bounds the cost of a wrong expectation; 500 queries per second
+BACKOFF_SHARE: Final = 0.125  # share of the overdue time to sleep
+MAX_SLEEP_SECONDS: Final = 2e-3  # limits the cost of a wrong expectation to 500 queries per second
 
 
 class Watch:
@@ -43,7 +43,7 @@ class Watch:
         self.work_seconds = work_seconds
 
     def cancel(self) -> None:
-        """Detach the callback; the event goes on. Idempotent."""
+        """Detach the callback; the event itself is not cancelled. Idempotent."""
         if self.callback is not None:
             self.callback = None
             self._on_cancel(self)
@@ -58,10 +58,10 @@ class WatchedStream:
         self.key = key
         self.queue: deque[Watch] = deque()
         self.ends_at = 0.0  # expected end of the oldest event
-        self.due = 0.0  # ends_at less the lead: from here on it is queried in every pass
+        self.due = 0.0  # ends_at minus the lead: from this time on, each pass queries it
         self.next_query = 0.0
-        self.asked_at = 0.0  # the last time that the oldest was not done; 0.0: not asked yet
-        self.slept = False  # the timer was to wake the loop for it
+        self.asked_at = 0.0  # last time that the oldest was not done; 0.0: not queried yet
+        self.slept = False  # True if the timer was to wake the loop for it
 
     def expect(self, began_at: float, now: float, lead_seconds: float) -> None:
         """Expect the end of the oldest event, whose work began at ``began_at``."""

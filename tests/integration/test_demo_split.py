@@ -133,6 +133,14 @@ def test_blocks_of_another_server_are_right_once_its_ledger_is_added() -> None:
     assert decode.unequal_copies == [("a", 3)]
 
 
+def test_error_of_a_server_that_does_not_start_ends_the_demo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aiokv.demo.split.run_server", asyncio.sleep)  # refuses the arguments
+    with pytest.raises(TypeError, match="sleep"):
+        main(["demo", "--split", *SMALL])
+
+
 def test_call_of_a_process_that_has_ended_fails() -> None:
     async def call_late() -> None:
         ours, theirs = socket.socketpair()

@@ -385,6 +385,24 @@ def test_a_lost_server_is_shown_and_found_again():
     assert console.file.getvalue().endswith("\x1b[?25h\x1b[?1049l")
 
 
+@pytest.mark.parametrize(("height", "leases"), [(5, 0), (15, 0), (16, 1), (20, 5), (40, 6)])
+def test_leases_fill_the_lines_that_the_tables_leave(height, leases):
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=height)
+
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    arguments = argparse.Namespace(interval=1.0, leases=100)
+    with Answers(FIRST) as server:
+        client = DumpClient(server.url, 5.0)
+        with pytest.raises(KeyboardInterrupt):
+            show(console, client, client.fetch(), arguments, sleep)
+    owners = {lease["owner"] for lease in json.loads(FIRST)["engines"]["default"]["leases"]}
+    text = console.file.getvalue()
+    assert sum(owner in text for owner in owners) == leases
+    assert ("waits for" in text) == (leases > 0)  # the names of the columns
+
+
 def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
     while wanted not in seen:
         assert select.select([terminal], [], [], 60)[0], f"no output: {seen[-500:]!r}"

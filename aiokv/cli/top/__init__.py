@@ -144,7 +144,7 @@ def show(
 
     from aiokv.cli.top.dump import DumpError
     from aiokv.cli.top.figures import figures_of
-    from aiokv.cli.top.screen import fixed_lines, screen
+    from aiokv.cli.top.screen import screen
 
     engines: dict[str, EngineFigures] = figures_of(dump, None)
     problem, lost_at = "", 0.0
@@ -152,8 +152,9 @@ def show(
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             title = f"{client.url}   {time.strftime('%H:%M:%S')}   Ctrl-C ends"
-            room = console.height - fixed_lines(engines) - bool(problem)
-            leases = max(min(args.leases, room // max(len(engines), 1)), 0)
+            rest = console.render_lines(screen(title, engines, max_leases=0, problem=problem))
+            room = (console.height - len(rest)) // max(len(engines), 1)
+            leases = max(min(args.leases, room - 1), 0)  # one line has the names of the columns
             live.update(screen(title, engines, max_leases=leases, problem=problem), refresh=True)
             sleep(args.interval)
             try:

@@ -45,16 +45,6 @@ def screen(
     return Group(*parts)
 
 
-def fixed_lines(engines: Mapping[str, EngineFigures]) -> int:
-    """Return the number of lines of a screen, without those of leases."""
-    lines = 2
-    for figures in engines.values():
-        total = figures.total
-        tables = (len(_shown_tiers(total)), len(_shown_routes(total)), len(total.stores))
-        lines += 6 + sum(rows + 1 for rows in tables if rows)
-    return lines
-
-
 def _engine(name: str, figures: EngineFigures, max_leases: int) -> Iterator[RenderableType]:
     total, recent, seconds = figures.total, figures.recent, figures.seconds
     yield _plain(f"engine {name}", "bold")

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-WAIT_SECONDS: Final = 0.02  # for copies in flight, before blocks count as missing
-PROMISE_SECONDS: Final = 10.0  # likewise, for blocks that `can_allocate` has promised
+WAIT_SECONDS: Final = 0.02  # wait for copies in flight; then blocks count as missing
+PROMISE_SECONDS: Final = 10.0  # the same wait for blocks that `can_allocate` has promised
 
 
 class Holding:
@@ -165,11 +165,11 @@ class RequestBlocks:
         self._wait_seconds = wait_seconds
         self._lock = threading.RLock()
         self._holdings: dict[str, Holding] = {}
-        self._leaving: list[Holding] = []  # ended, but their onloads are in flight
-        self._room = 0  # blocks that can be taken for sure, as far as known
-        self._promised = 0  # blocks that a caller was told it can take
-        self._has_committed = False  # since the last batch was scheduled
-        self.last_step = 0  # number of the step that was closed last
+        self._leaving: list[Holding] = []  # ended requests with onloads in flight
+        self._room = 0  # number of blocks that can certainly be taken
+        self._promised = 0  # number of blocks that a caller was told it can take
+        self._has_committed = False  # True after a commit, until the next batch is scheduled
+        self.last_step = 0  # number of the last closed step
 
     def close(self) -> None:
         """Release everything that is held."""
@@ -181,7 +181,7 @@ class RequestBlocks:
     # --- state ------------------------------------------------------------------------------------
 
     def holding(self, request_id: str) -> Holding | None:
-        """Return what a request holds; None for nothing."""
+        """Return the lease and blocks of a request; None if it has none."""
         return self._holdings.get(request_id)
 
     def note_resize(self, sizes: Sizes) -> None:
@@ -300,7 +300,7 @@ class RequestBlocks:
         with self._lock:
             holding = self._holdings.get(request_id)
             if holding is None or not block_ids:
-                return  # `end` has given them back
+                return  # `end` has given the blocks back meanwhile
             kept = holding.given - len(block_ids)
             given = holding.table[: holding.given]
             if sorted(given[max(kept, 0) :]) != sorted(block_ids):
@@ -329,7 +329,7 @@ class RequestBlocks:
             return None
 
     def end(self, request_id: str) -> None:
-        """Commit what is computed, and give all blocks back. Idempotent.
+        """Commit the computed positions, and give back all blocks. Idempotent.
 
         Full blocks of known tokens stay cached.
         """
@@ -341,7 +341,7 @@ class RequestBlocks:
     def end_all(self) -> None:
         """Give all blocks of all requests back; nothing that is not shared yet stays cached."""
         with self._lock:
-            self._room = self._promised = 0  # nothing may be granted any more
+            self._room = self._promised = 0  # no grant is certain any more
             calls = self.engine.calls()
             self._record_release_of_all(calls)
             self._record_step(calls)
@@ -359,7 +359,7 @@ class RequestBlocks:
         with self._lock:
             self._promised = 0
             if not (self._holdings or self._leaving):
-                return self.last_step  # an idle scheduler does not cross
+                return self.last_step  # nothing to send: do not call the other thread
             calls = self.engine.calls()
             self._record_departures(calls)
             self._record_commits(calls)
@@ -531,7 +531,7 @@ class RequestBlocks:
         if holding.table and holding.lease is not None:
             answer: Answer[Any] = calls.extend([holding.lease], num_tokens)
         else:
-            if holding.lease is not None:  # without a hit; a hit that came later is too late
+            if holding.lease is not None:  # a grant without a hit; it is too late for a later hit
                 calls.release(holding.lease)
             tokens = tokens_of(holding.request)[: holding.prefill_tokens]
             holding.lease = self._match(calls, holding, tokens, read=False)
@@ -652,7 +652,7 @@ def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int]]:
     found = inner.hit
     for num_tokens in (found.total if onload else 0, found.device_tokens):
         if num_tokens and inner.try_allocate(num_tokens):
-            cached = inner.cached_tokens  # less, when too few blocks may be written by a transfer
+            cached = inner.cached_tokens  # a part of the hit, if transfers may write too few blocks
             if cached < num_tokens:
                 inner.truncate(cached)
             device = min(found.device_tokens, cached)

@@ -196,7 +196,7 @@ class CacheController:
     def submit_swap_tasks(
         self, evict_metadata: Any, swap_in_metadata: Any
     ) -> LayerDoneCounter | None:
-        """Begin a batch: close the step that it names, and find the onloads that it waits for.
+        """Begin a batch: close the step named by the batch, and find the onloads that it waits for.
 
         aiokv has submitted the onloads itself. Call this for each batch, before the model computes
         it, and after all work of earlier batches was submitted. The transfers of blocks that

@@ -56,7 +56,7 @@ class EngineHost:
         self._lock = threading.Lock()
         self._blocks: RequestBlocks | None = None
         self._is_closed = False
-        sizes.cache_config(**options)  # raises what is wrong now
+        sizes.cache_config(**options)  # raises errors of the options now
 
     @property
     def is_open(self) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiokv.ranks import RankGroup
     from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
 
-CONTROL_SECONDS: Final = 30.0  # for transfers and workers
+CONTROL_SECONDS: Final = 30.0  # limit for transfers and workers to react
 TIERS: Final[tuple[Tier, ...]] = ("device", "host")
 
 
@@ -90,9 +90,9 @@ class CacheManager:
             options=options,
         )
         self._lock = threading.Lock()
-        self._layers: dict[int, SyncLayers] = {}  # by transfer, of this process
+        self._layers: dict[int, SyncLayers] = {}  # layers of this process, by transfer
         self._sent_step = 0
-        self._has_scheduled = False  # since the last batch
+        self._has_scheduled = False  # whether a request was scheduled since the last batch
 
     def open(self) -> None:
         """Open the engine: with ranks, wait until all workers have connected. Idempotent.
@@ -194,7 +194,7 @@ class CacheManager:
     # --- the life of a request --------------------------------------------------------------------
 
     def match_prefix(self, request: Request, skip_storage: bool = True) -> None:
-        """Look the tokens of a request up, and hold what is cached: ``request.match_result``.
+        """Look up a request, hold the cached blocks, and set ``request.match_result``.
 
         Blocks in host memory are on their way to the device when the call returns, and
         ``MatchResult.device_block_ids`` has the ids of all matched blocks. At least one token is
@@ -272,7 +272,7 @@ class CacheManager:
         return self._host.blocks.allocate(request, num_blocks)
 
     def request_finish(self, request: Request) -> None:
-        """Give all blocks of a request back: it has ended, was aborted or preempted. Idempotent.
+        """Give back all blocks of a request that has ended or was aborted or preempted. Idempotent.
 
         Full blocks whose KV is computed stay cached, those of generated tokens included. Without
         effect after ``close``.

@@ -85,7 +85,7 @@ def step_metadata(step: int) -> CacheSwapMetadata:
 
 
 def transfer_ids_of(metadata: Any) -> list[int]:
-    """Return the transfers that metadata names, each once; of FastDeploy's class, too."""
+    """Return the transfers in metadata, each once. Also accepts FastDeploy's own class."""
     return list(dict.fromkeys(_numbers(metadata, _ONLOAD)))
 
 

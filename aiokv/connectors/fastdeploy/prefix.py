@@ -172,7 +172,7 @@ class PrefixCacheManager:
     def request_match_blocks(
         self, task: Request, block_size: int, *args: Any
     ) -> tuple[list[int], int, dict[str, Any]]:
-        """Look a request up, hold what is cached, and wait for the blocks of host memory.
+        """Look up a request, hold the cached blocks, and wait for those in host memory.
 
         Returns:
             Ids of all matched blocks in order, matched tokens, and FastDeploy's figures of the
@@ -233,7 +233,7 @@ class PrefixCacheManager:
         self.cache.cache_output_blocks(task, block_size)
 
     def release_block_ids(self, task: Request) -> None:
-        """Commit what is computed, and give all blocks of a request back. Idempotent."""
+        """Commit the computed positions of a request, and give back all its blocks. Idempotent."""
         self.cache.request_finish(task)
 
     def release_block_ids_async(self, task: Request) -> Future[None]:

@@ -42,7 +42,7 @@ class Request(Protocol):
 
 
 class UnknownRequest:
-    """Request of which only the id is known: its blocks are never shared.
+    """A request with a known id and unknown tokens, so its blocks are never shared.
 
     Args:
         request_id: as given by the scheduler.

@@ -149,7 +149,7 @@ def _count(config: Any, name: str, default: int) -> int:
 
 
 def _integer(value: Any, name: str, minimum: int = -checks.MAX_INT64) -> int:
-    """Return a number of FastDeploy's configuration; a text or float with an integer is one, too.
+    """Return an integer of FastDeploy's configuration, which may be a text or a float.
 
     Raises:
         ConfigError: not an integer of at least ``minimum``.

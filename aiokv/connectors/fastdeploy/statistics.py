@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def free_device_blocks(blocks: RequestBlocks) -> int:
-    """Return the device blocks that hold nothing, those that requests have ahead included."""
+    """Return the number of empty device blocks, including those taken in advance."""
     counts = blocks.engine.cache_statistics()
     # In another thread, a step between the two readings can count its blocks twice.
     return min(counts.attention.device.free + blocks.spare_blocks, counts.attention.device.blocks)

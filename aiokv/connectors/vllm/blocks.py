@@ -59,8 +59,8 @@ class VllmBlocks:
 @dataclass(frozen=True, slots=True)
 class _Use:
     block_ids: frozenset[int]
-    step: int  # the blocks are used until this step has ended
-    idle: Future[None] | None  # the blocks are used by transfers until it is done
+    step: int  # this step uses the blocks until it ends
+    idle: Future[None] | None  # done when transfers no longer use the blocks
 
     def is_over(self, ended_step: int) -> bool:
         return self.step <= ended_step and (self.idle is None or self.idle.done())

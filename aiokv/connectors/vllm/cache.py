@@ -1,4 +1,4 @@
-"""HostCache: the engine of the scheduler half, and what holds when it fails."""
+"""HostCache: the engine of the scheduler half, and its state after a failure."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class HostCache:
         return [] if self._events is None else self._events.take()
 
     def reset(self, timeout: float) -> bool:
-        """Forget all blocks, those of the stores, too; return False if transfers did not end."""
+        """Forget all blocks, including those in stores. Return False if transfers did not end."""
         try:
             with self._engine.updating_weights(timeout):
                 pass  # all blocks are dropped, and blocks in stores get other keys

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.worker import WorkerHalf
     from aiokv.sync import SyncEngine
 
-REPORT_SECONDS: Final = 1.0  # between reports of the stores, or of a worker without loads
+REPORT_SECONDS: Final = 1.0  # interval of reports on the stores, and of workers without loads
 
 
 class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -96,10 +96,10 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Note the loads of this step."""
         self._half_of_worker.begin(
             self._message,
-            # vLLM calls wait_for_layer_load between the pieces of a graph only, and a batch in two
-            # halves has a stream per half. A runner may call this method before it chooses a graph;
-            # it has no attention metadata then. The layers of a draft model are computed behind
-            # get_finished(), or not at all.
+            # vLLM calls wait_for_layer_load only between the pieces of a graph, and a batch in two
+            # halves has one stream per half. A runner may call this method before it chooses a
+            # graph; there is no attention metadata then. The layers of a draft model are computed
+            # after get_finished(), or not at all.
             layers_are_hooked=not self._drafts_with_layers
             and forward_context.attn_metadata is not None
             and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
@@ -127,12 +127,12 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._half_of_worker.take_failed()
 
     def clear_connector_metadata(self) -> None:
-        """Close the step: vLLM has submitted all its work, that of a draft model, too."""
+        """Close the step. vLLM has submitted all work of it, including that of a draft model."""
         self._half_of_worker.close_step()
         super().clear_connector_metadata()
 
     def build_connector_worker_meta(self) -> StepOutcome:
-        """Return the number of the step, which tells the scheduler half that it was computed."""
+        """Return the number of the step, to tell the scheduler half that the step was computed."""
         return StepOutcome(self._message.step)
 
     @property
@@ -170,7 +170,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._half_of_scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Save what a step has computed."""
+        """Save the blocks that a step has computed."""
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self._half_of_scheduler.step_ended(outcome.step, connector_output.invalid_block_ids)

@@ -12,7 +12,7 @@ FRONT_SECONDS: Final = 0.0025
 """Longest time that a step waits for loads that are queued before its own."""
 
 _DEFAULT_RATE: Final = 20e9  # bytes per second before the first measurement: PCIe 4
-_RATE_SECONDS: Final = 1.0  # between two reads of the measured speed
+_RATE_SECONDS: Final = 1.0  # interval between two reads of the measured speed
 
 
 class Moving(Protocol):

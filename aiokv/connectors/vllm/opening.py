@@ -121,7 +121,7 @@ def _model_name(vllm_config: VllmConfig) -> str:
 
 
 def _facts(value: Any) -> Any:
-    """Return a model's configuration in a fixed order, without what is not of the model."""
+    """Return the fields of a configuration that describe the model, in a fixed order."""
     if isinstance(value, dict):
         return [
             (str(key), _facts(value[key]))

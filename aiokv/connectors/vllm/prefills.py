@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-LEAST_TOKENS: Final = 1_024  # a step of fewer does not keep a GPU busy, so it is no measure
+LEAST_TOKENS: Final = 1_024  # smaller steps do not keep a GPU busy, so they are not measured
 
 
 class PrefillClock:

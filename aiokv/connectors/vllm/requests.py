@@ -81,7 +81,7 @@ class CachedRequest:
 
 
 def prompt_of(request: Request) -> NDArray[np.int32]:
-    """Return the tokens of a request: those of the prompt, then those that were generated."""
+    """Return the prompt tokens of a request, and then its generated tokens."""
     return np.array(list(request.all_token_ids), dtype=np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Scheduler half: matches prompts, starts loads, and saves what steps have computed.
+"""Scheduler half: matches prompts, starts loads, and saves computed blocks.
 
 A step of vLLM, and the calls that it makes here:
 
@@ -52,13 +52,14 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-# Per step, to wait for decisions to fetch nothing, which are made for most requests. Otherwise vLLM
-# would ask again only after a step, which takes much longer while it computes other prompts.
+# Time per step to wait for decisions to fetch nothing, which is the decision for most requests.
+# Otherwise vLLM would ask again only after a step, which takes much longer while it computes other
+# prompts.
 DECISION_SECONDS: Final = 0.002
 
 
 class SchedulerHalf:
-    """Decides what is loaded and saved; its methods follow vLLM's scheduler.
+    """Decides which blocks are loaded and saved. Its methods follow vLLM's scheduler.
 
     Args:
         cache: the engine.
@@ -87,15 +88,17 @@ class SchedulerHalf:
         self._timeout = options.transfer_timeout_seconds
         self._step = 0
         self._requests: dict[str, CachedRequest] = {}
-        self._matched: list[CachedRequest] = []  # in the step that is being scheduled
+        self._matched: list[CachedRequest] = []  # requests of the step that is being scheduled
         self._deferred: list[CachedRequest] = []  # requests whose loads wait for blocks in use
-        self._finishing: list[CachedRequest] = []  # in the step whose output is being processed
-        self._loads: list[Load] = []  # for the next message
-        self._swept = False  # since the last step was built
-        self._has_no_room = False  # for a load in the step that is being scheduled
-        self._computes_more = False  # than the step before; likewise
-        self._decision_seconds = DECISION_SECONDS  # left in the step that is being scheduled
-        self._records: dict[int, list[tuple[CachedRequest, int]]] = {}  # by step: computed up to
+        # Requests of the step whose output is being processed.
+        self._finishing: list[CachedRequest] = []
+        self._loads: list[Load] = []  # loads for the next message
+        self._swept = False  # whether `_sweep` was called since the last step was built
+        self._has_no_room = False  # the step that is being scheduled has no room for a load
+        self._computes_more = False  # that step computes more than the step before
+        self._decision_seconds = DECISION_SECONDS  # time left for waits in that step
+        # By step: requests and their computed ends.
+        self._records: dict[int, list[tuple[CachedRequest, int]]] = {}
         self._freed = FreedBlocks()
         self._prefills = PrefillClock()
 
@@ -115,7 +118,7 @@ class SchedulerHalf:
             self._follow_reset()
         cached = self._requests.get(request.request_id)
         if cached is not None and cached.granting is None:
-            self._leave(cached)  # not scheduled after the last match, or its load has failed
+            self._leave(cached)  # it was not scheduled after its match, or its load has failed
             cached = None
         if cached is None:
             cached = self._match(request, local)
@@ -205,9 +208,9 @@ class SchedulerHalf:
     def _has_room(self, cached: CachedRequest) -> bool:
         """Return False if requests that hold loaded blocks might wait for one another.
 
-        vLLM gives a load its blocks without those that the request needs next, and preempts no
-        request that waits. So a load begins only when vLLM's free blocks are enough for the prompt
-        of each request that waits with loaded blocks, and for this one.
+        For a load, vLLM allocates only the blocks to load, not those that the request needs next,
+        and it preempts no waiting request. So a load begins only when vLLM's free blocks are enough
+        for the prompt of each request that waits with loaded blocks, and for this one.
         """
         waiting = [
             other
@@ -215,7 +218,7 @@ class SchedulerHalf:
             if other.onload is not None and not other.onload.in_step and not other.last_step
         ]
         if not waiting:
-            return True  # vLLM's own check is enough
+            return True  # vLLM's own check suffices
         needed = sum(self._blocks_of(other) - len(other.table) for other in waiting)
         return needed + self._blocks_of(cached) <= self._pool.num_free
 
@@ -290,7 +293,7 @@ class SchedulerHalf:
                 self._leave(cached)  # not scheduled: do not keep its blocks in host memory
         self._matched.clear()
         for cached in self._finishing:
-            self._leave_lease(cached)  # vLLM has not told the end of its last step
+            self._leave_lease(cached)  # vLLM has not reported the end of its last step
         self._finishing.clear()
         self._step += 1
         written = self._record(output)
@@ -357,14 +360,14 @@ class SchedulerHalf:
         self._freed.add(cached.table, cached.last_step, None)
         onload = cached.onload
         if onload is not None and not onload.started:
-            self._loads.append(Load(cached.request_id))  # vLLM waits for a report of it
+            self._loads.append(Load(cached.request_id))  # vLLM waits for its report
         if request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
             self._finishing.append(cached)  # step_ended() commits its last blocks
         else:
             self._leave_lease(cached)
 
     def step_ended(self, step: int, failed_blocks: Collection[int]) -> None:
-        """Commit what a step has computed, now that vLLM has processed its output.
+        """Commit the computed positions of a step. Call after vLLM has processed its output.
 
         Args:
             step: number of the step.
@@ -380,7 +383,8 @@ class SchedulerHalf:
             for cached, end in self._records.pop(number):
                 if failed_blocks and not set(cached.table).isdisjoint(failed_blocks):
                     continue
-                # The last token was not computed with; drafts behind it were rejected.
+                # The model has not computed with the last token, and drafts behind it were
+                # rejected.
                 cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
                 ended[cached.request_id] = cached
         self._commit(ended.values(), event, prefill)
@@ -435,7 +439,7 @@ class SchedulerHalf:
         return answers
 
     def _note_failures(self, failed_blocks: set[int]) -> None:
-        """Give up what was computed with blocks whose loads have failed.
+        """Give up positions that were computed with blocks whose loads have failed.
 
         The leases of the loads are released: their requests go on without saves. vLLM has put the
         blocks of a load into its prefix cache when the step was scheduled, and leaves them there,
@@ -509,7 +513,7 @@ class SchedulerHalf:
         return is_done
 
     def reset(self) -> None:
-        """Release all leases, so that nothing that running requests have computed is saved."""
+        """Release all leases, so that no block of running requests is saved."""
         for cached in [*self._requests.values(), *self._finishing]:
             self._leave_lease(cached)
 

@@ -53,7 +53,7 @@ class EngineTransfers:
     def failed_blocks(self, block_ids: Sequence[int]) -> set[int]:
         try:
             self._layers.raise_for_error()
-        except (TransferError, ClosedError, BrokenEngineError):  # no byte moves: see `is_done`
+        except (TransferError, ClosedError, BrokenEngineError):  # no byte moves now: see `is_done`
             return set(block_ids)
         return set()
 
@@ -98,7 +98,7 @@ class RankTransfers:
         return self._rank.is_done(self._layers.transfer_ids)
 
     def failed_blocks(self, block_ids: Sequence[int]) -> set[int]:
-        if not self._layers.is_done:  # the rank has ended before the plans have arrived
+        if not self._layers.is_done:  # the rank has ended before the plans arrived
             return set(block_ids)
         return {block for failure in self._layers.failures() for block in failure.block_ids}
 

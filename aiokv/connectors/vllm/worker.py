@@ -38,7 +38,7 @@ class LoadTransfers(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True if no byte moves any more, after a failure, too."""
+        """True if no byte moves any more, whether the load succeeded or failed."""
         ...
 
     def failed_blocks(self, block_ids: Sequence[int]) -> set[int]:
@@ -90,7 +90,8 @@ class WorkerHalf:
         self._is_async = is_async
         self._layers = frozenset(range(tensors.regions.num_layers))
         self._called: set[int] = set()  # layers for which this step has called wait_layer()
-        self._calls_all = False  # the last step that called wait_layer() did so for all layers
+        # Whether the last step with calls of wait_layer() called it for all layers.
+        self._calls_all = False
         self._loading: dict[str, tuple[Load, LoadTransfers | None]] = {}  # by request
         self._in_step: list[tuple[Load, LoadTransfers]] = []
         self._layers_left: set[int] = set()  # layers of this step's loads that have not ended
@@ -154,11 +155,12 @@ class WorkerHalf:
         """
         failed: set[int] = set()
         for load, transfers in self._in_step:
-            with contextlib.suppress(TransferError, ClosedError):  # noted below
+            with contextlib.suppress(TransferError, ClosedError):  # the failure is recorded below
                 transfers.wait_all(self._timeout)
             failed |= self._note_end(load, transfers)
             if self._layers_left:
-                # A layer was computed without waiting: compute again what used its blocks.
+                # The step has computed a layer without waiting for it, so the blocks must be
+                # computed again.
                 failed.update(load.block_ids)
         if self._in_step and self._layers_left:
             log.error("vllm.layers_not_hooked", layers=sorted(self._layers_left))

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 INCOMING: Final = "incoming"  # files that are being written
 IDENTITY: Final = "aiokv-store"  # a file with a random name of the folder
-_IDENTITY_BYTES: Final = 64  # at most
+_IDENTITY_BYTES: Final = 64  # longest name
 _UNREACHABLE: Final = frozenset(
     {errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EIO}
 )
@@ -65,9 +65,9 @@ class ObjectFiles:
         self._root = -1
         self._device = -1
         self._identity = b""
-        self._prefix = secrets.token_hex(8)  # begin of this process's names in `incoming/`
+        self._prefix = secrets.token_hex(8)  # start of this process's file names in `incoming/`
         self._numbers = itertools.count()
-        self._server_time = 0.0  # clock of the file system, at the last write
+        self._server_time = 0.0  # time of the file system's clock at the last write
 
     def open(self) -> None:
         """Open the folder, and create it when it is absent.
@@ -226,7 +226,7 @@ class ObjectFiles:
         self._on_folder(ask)
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the objects of the folder; those that appear or vanish meanwhile may be left out.
+        """List the objects of the folder. Objects added or removed meanwhile may be missing.
 
         Raises:
             StoreError: the folder cannot be reached.
@@ -309,7 +309,7 @@ class ObjectFiles:
             raise
         self._device, self._identity = device, identity
         if self._root >= 0:
-            # Threads may still use the old number: give it to the new folder.
+            # Threads may still use the old descriptor, so the new folder takes its number.
             os.dup2(root, self._root, inheritable=False)
             os.close(root)
         else:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from aiokv.stores.directory.files import FileEntry, ObjectFiles
 
-_LOW_MARK: Final = 0.9  # share of the limit that a sweep leaves when it evicts
-_SWEEP_AFTER_SHARE: Final = 1 / 16  # share of the limit that this process writes between sweeps
-_SWEEP_AFTER_SECONDS: Final = 600.0  # other processes write, too
+_LOW_MARK: Final = 0.9  # share of the limit that stays after an eviction
+_SWEEP_AFTER_SHARE: Final = 1 / 16  # written share of the limit after which a sweep begins
+_SWEEP_AFTER_SECONDS: Final = 600.0  # longest pause, because other processes write, too
 
 
 class DirectoryQuota:

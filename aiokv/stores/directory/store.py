@@ -71,7 +71,7 @@ class DirectoryStore(Store):
         self._num_threads = threads
         self._quota = DirectoryQuota(None if bytes is None else parse_bytes(bytes))
         self._wrong_lengths = 0
-        self._refusal = ""  # the last reason that was logged
+        self._refusal = ""  # last logged reason
         self._is_closing = False
         self._sweep: asyncio.Task[None] | None = None
         self._memory: StoreMemory | None = None

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from aiokv.stores.threads import StoreThreads
 
 MIN_RECORDS = 16_384  # a journal with fewer records is not compacted
-_RETRY_SECONDS: Final = 1.0  # after a failure, at least
-_SNAPSHOT_RECORDS: Final = 1_024  # encoded at a time: about 0.1 ms of the loop
-_SETTLED_AT_ONCE: Final = 16_384  # about 0.3 ms of the loop
+_RETRY_SECONDS: Final = 1.0  # least pause after a failure
+_SNAPSHOT_RECORDS: Final = 1_024  # records encoded per pass: about 0.1 ms
+_SETTLED_AT_ONCE: Final = 16_384  # slots settled per pass: about 0.3 ms
 _SNAPSHOT_WRITE_BYTES: Final = 1 << 20
 
 _log: Final = Log(__name__)
@@ -89,19 +89,19 @@ class Committer:
         self._settle_seconds = settle_seconds
         self._loop = asyncio.get_running_loop()
         self._adds: list[_Add] = []
-        self._unwritten = _native.session_record(volume.boot())  # goes before all other records
+        self._unwritten = _native.session_record(volume.boot())  # precedes all other records
         self._settle_waiters: list[asyncio.Future[None]] = []
         self._write_waiters: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._wanted = asyncio.Event()
         self._closing = False
-        self._failure = ""  # the last one, until a cycle succeeds
+        self._failure = ""  # last failure, until a cycle succeeds
         self._rewrite = recovered.damage.needs_new_journal
         self._next_compaction = 0
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Make the recovered state durable, and start the task, which repeats what failed."""
+        """Make the recovered state durable, and start the task, which retries after failures."""
         try:
             await self._cycle(settles=True)
         except Exception as error:
@@ -288,7 +288,7 @@ class Committer:
         self.settle_soon()
 
     def _settles_next(self) -> bool:
-        # Until the first settlement, the records of the process before may not be durable.
+        # Until the first settlement, records of the previous process may not be durable.
         return (
             self._settle_seconds == 0
             or bool(self._settle_waiters)

@@ -153,7 +153,7 @@ class DiskFiles(StoreDirectory):
         return time.time()
 
     def _journal(self) -> tuple[Header | None, NDArray[np.void], Damage]:
-        """Return the header of the journal, the records that count, and those that do not."""
+        """Return the header of the journal, its valid records, and its invalid ones."""
         if JOURNAL in self._volume.names():
             with _opened(self._volume, JOURNAL) as fd:
                 header = decode_header(self._volume.read(fd, HEADER_BYTES, 0))
@@ -167,7 +167,7 @@ class DiskFiles(StoreDirectory):
 
     @property
     def _lock_path(self) -> Path:
-        """Directory with the lock: that of the store, for each of its layouts."""
+        """Directory with the lock. All layouts of a store share the lock of the store."""
         return self.path.parent if self.path.name.startswith(LAYOUT) else self.path
 
     @contextmanager
@@ -213,7 +213,7 @@ class DiskFiles(StoreDirectory):
         assert header is not None  # see ``obstacle``
         volume, stored = self._volume, stored[kept]
         before = sum(_file_bytes(volume, name) for name in volume.names())
-        for number in segment_numbers(volume.names()):  # a record says that its block is durable
+        for number in segment_numbers(volume.names()):  # a record proves that its block is durable
             with _opened(volume, segment_name(number), write=True) as fd:
                 volume.sync(fd)
         try:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ENTRIES: Final = 64  # requests in the kernel at a time; further ones wait in the native queue
 DIRECT_ALIGNMENT: Final = 4096  # O_DIRECT requires it of address, length and offset
-CALL_REQUESTS: Final = 4096  # requests that one native call takes, so that it ends soon
+CALL_REQUESTS: Final = 4096  # most requests per native call, so that it ends soon
 BACKEND_VARIABLE: Final = "AIOKV_IO"
 
 _INDEX_BITS: Final = 32  # a tag is the number of the batch, then the index of the request
@@ -307,7 +307,7 @@ class DiskIo:
         for number in set(numbers.tolist()):  # np.unique imports numpy.ma, which takes 10 ms
             batch = self._batches.get(number)
             if batch is None:
-                continue  # it had ended when an interrupt came
+                continue  # it ended before the interrupt
             of_batch = numbers == number
             batch.end(indices[of_batch], results[of_batch])
             if batch.done:
@@ -340,7 +340,7 @@ class DiskIo:
     def _close_when_idle(self) -> None:
         if not self._batches and not self._closed.done():
             self._loop.remove_reader(self._queue.fd)
-            # uvloop takes a reader off in its next pass; until then the descriptor stays open.
+            # uvloop removes a reader in its next pass. Until then, the descriptor must stay open.
             self._loop.call_soon(self._close)
 
     def _close(self) -> None:

@@ -35,8 +35,8 @@ class Journal:
         self.position = position
         self._volume = volume
         self._fd = fd
-        self._cut = is_cut  # bytes of a failed append may be behind `position`
-        self._renamed = False  # the directory has not been synced since
+        self._cut = is_cut  # True if bytes of a failed append may be behind `position`
+        self._renamed = False  # True until the directory is synced
 
     @classmethod
     def create(cls, volume: Volume, header: Header) -> Journal:

@@ -70,7 +70,8 @@ class OtherLayouts:
             volume = self._volumes[0]
             names = _segments(volume)
             if len(names) <= 1:
-                volume.unlink(JOURNAL)  # first: its records name slots of the segment
+                # Remove it first, because its records name slots of the segment.
+                volume.unlink(JOURNAL)
                 del self._volumes[0]
             if names:
                 volume.unlink(names[-1])

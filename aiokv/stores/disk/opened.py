@@ -107,7 +107,7 @@ class OpenStore:
                 )
                 resources.push_async_callback(committer.aclose)
                 await committer.start()
-                if committer.settlements > 0:  # no record of slots above the capacity is left
+                if committer.settlements > 0:  # then no record of slots above the capacity is left
                     capacity = recovered.table.capacity
                     await threads.run(lambda _: recovered.segments.shrink(capacity))
                 room = Room(

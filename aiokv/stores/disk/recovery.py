@@ -108,7 +108,7 @@ def _read_journal(
     """Replay the journal; return None for it when there is none and none can be written."""
     damage = Damage()
     names = volume.names()
-    if write and NEW_JOURNAL in names:  # a process ended while it wrote it
+    if write and NEW_JOURNAL in names:  # a process has ended while it wrote it
         volume.unlink(NEW_JOURNAL)
     if JOURNAL in names:
         fd = volume.open(JOURNAL, write=write)

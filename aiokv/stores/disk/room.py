@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-_GROWTH_BYTES: Final = 256 << 20  # allocated at a time, if that is 1/16 of the store
-_EVICTED_AT_ONCE: Final = 1_024  # about 0.5 ms of the loop
+_GROWTH_BYTES: Final = 256 << 20  # growth at a time, if it is 1/16 of the store
+_EVICTED_AT_ONCE: Final = 1_024  # most blocks per pass: about 0.5 ms
 _MAX_SPARE_SLOTS: Final = 4_096
-_SPARE_BYTES: Final = 256 << 20  # written per flush of a full store, if that is 1/16 of it
-_JOURNAL_BYTES: Final = 4 << 20  # a journal that is not compacted yet, and its replacement
+_SPARE_BYTES: Final = 256 << 20  # bytes written per flush of a full store, if 1/16 of it
+_JOURNAL_BYTES: Final = 4 << 20  # for a journal that is not compacted yet, and its successor
 _JOURNAL_BYTES_PER_SLOT: Final = 256
-_TRIES: Final = 8  # other saves may take slots that were made free for one
+_TRIES: Final = 8  # other saves may take the slots that were freed for one
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -73,7 +73,7 @@ class Room:
         self._min_free_bytes = max(
             min_free_bytes, _JOURNAL_BYTES + table.capacity * _JOURNAL_BYTES_PER_SLOT
         )
-        self._is_full = False  # the files cannot grow
+        self._is_full = False  # True if the files cannot grow
         self._has_logged_full = False
         self._lock = asyncio.Lock()
 
@@ -106,7 +106,7 @@ class Room:
 
     @property
     def _spare_slots(self) -> int:
-        """Slots that a full store keeps free: a share of those that its files have."""
+        """Number of slots that a full store keeps free: a share of the slots in its files."""
         slots = self._table.limit
         share = max(slots // 256, min(slots // 16, _SPARE_BYTES // self._slot_bytes))
         return min(_MAX_SPARE_SLOTS, share)

@@ -200,7 +200,8 @@ class DiskStore(Store):
         if len(wanted) == 0:
             return results
         committer, room = opened.writers()
-        wanted = wanted[np.argsort(blocks[wanted])]  # neighbours go to neighbouring slots
+        # Sorted, so that neighbours get neighbouring slots.
+        wanted = wanted[np.argsort(blocks[wanted])]
         with opened.operation():
             slots = await room.reserve(len(wanted))
             results[wanted[len(slots) :]] = Result.REFUSED
@@ -234,7 +235,7 @@ class DiskStore(Store):
         opened.table.remove(keys)
         committer, _ = opened.writers()
         with opened.operation():
-            await committer.write_removals()  # also of keys that were evicted just before
+            await committer.write_removals()  # includes keys that were evicted just before
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
 
     async def quarantine(self, keys: bytes) -> NDArray[np.uint8]:

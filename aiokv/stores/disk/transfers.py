@@ -30,7 +30,8 @@ MERGED_BYTES: Final = 4 << 20  # neighbours are moved together up to this size
 
 SHORT: Final = -1  # the file ends within the slot
 
-_PAGE: Final = mmap.mmap(-1, DIRECT_ALIGNMENT)  # kept for ever: a read that hangs may access it
+# Never freed, because a read that hangs may access it.
+_PAGE: Final = mmap.mmap(-1, DIRECT_ALIGNMENT)
 _PAGE_ADDRESS: Final = np.frombuffer(_PAGE, np.uint8).ctypes.data
 
 

@@ -51,7 +51,7 @@ class Volume:
         try:
             text = Path("/proc/sys/kernel/random/boot_id").read_text()
         except OSError:
-            return secrets.token_bytes(32)  # no process is taken for one of this boot
+            return secrets.token_bytes(32)  # no other process may appear to be of the same boot
         return text.strip().replace("-", "").encode().ljust(32, b"\0")[:32]
 
     def names(self) -> list[str]:

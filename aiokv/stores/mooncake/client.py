@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# The library reads these variables once, when it is imported or set up. Its own defaults let a
-# call wait for 30 seconds and more; a value that the user has set stays.
+# The library reads these variables once, when it is imported or set up. With its own defaults, a
+# call may wait for 30 seconds and more. Values that the user has set are kept.
 ENVIRONMENT: Final = {
     "MC_RPC_TIMEOUT_MS": "500",
     "MC_RPC_CONNECT_TIMEOUT_MS": "200",
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "1000",
-    "MC_TCP_LANES_PER_PEER": "16",  # each times out on its own: one second per 16 transfers
+    "MC_TCP_LANES_PER_PEER": "16",  # lanes time out one after the other: 1 s per 16 transfers
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
     "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-_KEYS_PER_CALL: Final = 128  # a call cannot be interrupted, also when a process is stopped
-_LOCAL_BUFFER_BYTES: Final = 16 << 20  # the library needs it for calls that are not used here
+_KEYS_PER_CALL: Final = 128  # few, because a call cannot be interrupted even when the process stops
+_LOCAL_BUFFER_BYTES: Final = 16 << 20  # the library requires it, but aiokv does not use it
 
 
 class Code(IntEnum):
@@ -218,7 +218,7 @@ class MooncakeClient:
         return codes
 
     def remove(self, names: list[str]) -> NDArray[np.uint8]:
-        """Remove objects, also those that another client reads; return ``Result`` codes.
+        """Remove objects, even while another client reads them. Return ``Result`` codes.
 
         Raises:
             StoreError: the master did not answer.

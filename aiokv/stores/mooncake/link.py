@@ -55,10 +55,10 @@ class MasterLink(asyncio.Protocol):
         raise StoreError(f"Mooncake master {self._host}:{self._port} is unreachable: {reason}")
 
     async def check(self) -> None:
-        """Check that the process of the master runs: it closes a connection that is half closed.
+        """Check that the master's process runs: only then does it close a half-closed connection.
 
-        The library sets up a client with the interpreter locked, and waits for a process that was
-        stopped. The kernel accepts connections for such a process.
+        The kernel also accepts connections for a process that was stopped. For such a master, the
+        library would wait with the interpreter locked.
 
         Raises:
             StoreError: the master does not react.

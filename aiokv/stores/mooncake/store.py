@@ -199,7 +199,7 @@ class MooncakeStore(Store):
         self._threads = self._link = self._memory = None
         try:
             await threads.aclose()
-        finally:  # also when cancelled: the library must not keep the memory registered
+        finally:  # a cancellation, too, must unregister the memory
             if self._client is not None:
                 await _in_a_thread(self._client.close)
                 self._client = None

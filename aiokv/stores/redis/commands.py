@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from aiokv.stores.redis.connection import RedisConnection
     from aiokv.stores.redis.options import Address
 
-# Bytes of values in flight on a connection, at least two values. A server keeps replies that it
-# could not send yet in its memory. More in flight is slower: the bytes leave the CPU's caches.
+# Limit of the bytes of values in flight per connection; two values are always allowed. A server
+# keeps unsent replies in its memory. With more in flight, reads are slower, because the bytes leave
+# the CPU's caches.
 WINDOW_BYTES: Final = 256 << 10
-# Requests in flight. A thread holds the GIL while it makes the requests of half a window, and while
-# it reads their replies.
+# Limit of requests in flight. A thread holds the GIL while it writes the requests of half a window,
+# and while it reads their replies.
 WINDOW_KEYS: Final = 256
 
 _ASKING: Final = encode(b"ASKING")
@@ -136,14 +137,14 @@ def save(connection: RedisConnection, items: Sequence[BatchKey], ttl_seconds: in
 
 
 def remove(connection: RedisConnection, items: Sequence[BatchKey]) -> None:
-    """Remove keys; the server frees the memory in a thread of its own."""
+    """Remove keys. The server frees their memory in another thread."""
     for item, line in _ask(connection, items, b"UNLINK"):
         if not _is_refused(item, line):
             item.result = Result.DONE
 
 
 def _extend(connection: RedisConnection, items: Sequence[BatchKey], ttl_seconds: int) -> None:
-    """Let objects that are present expire later; one that expired meanwhile is missing."""
+    """Delay the expiry of stored objects. Objects that expired meanwhile count as missing."""
     for item, line in _ask(connection, items, b"EXPIRE", b"%d" % ttl_seconds):
         if not _is_refused(item, line) and line == b":0":
             item.result = Result.MISSING
@@ -221,7 +222,7 @@ def _encode_values(group: Sequence[BatchKey], behind: Sequence[bytes]) -> list[b
 
 
 def _values_at_a_time(items: Sequence[BatchKey]) -> int:
-    """Return the number of values that are half a window."""
+    """Return the number of values in half a window."""
     if not items:
         return 1
     return max(1, min(WINDOW_KEYS, WINDOW_BYTES // len(items[0].block)) // 2)

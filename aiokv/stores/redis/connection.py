@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 Reply: TypeAlias = "int | bytes | ReplyError | list[Reply] | None"
 
 _BUFFER_BYTES: Final = 64 << 10
-_MAX_LINE_BYTES: Final = 16 << 10  # first line of a reply; an error of a server is much shorter
-# Limits of a reply that is no object: the longest is the list of the slots of a cluster, with some
-# texts, numbers and lists for each of at most 16,384 ranges of slots.
+_MAX_LINE_BYTES: Final = 16 << 10  # first line of a reply; server errors are much shorter
+# Limits of replies other than objects. The longest lists the slots of a cluster, with some texts,
+# numbers and lists for each of at most 16,384 ranges of slots.
 _MAX_TEXT_BYTES: Final = 16 << 10
 _MAX_REPLY_BYTES: Final = 32 << 20
 _ELEMENT_BYTES: Final = 64  # counted for each text, number and list
 _MAX_DEPTH: Final = 8
-MAX_VALUE_BYTES: Final = 512 << 20  # proto-max-bulk-len of a server, by default
+MAX_VALUE_BYTES: Final = 512 << 20  # a server's default of proto-max-bulk-len
 _MAX_BUFFERS: Final = 1024  # per sendmsg: IOV_MAX of Linux
 _CRLF: Final = b"\r\n"
 
@@ -129,7 +129,7 @@ class RedisConnection:
                 self._socket.recv(1, socket.MSG_DONTWAIT)
             else:
                 self._tls.setblocking(False)
-                self._tls.recv(1)  # takes records of TLS itself, and ends with SSLWantReadError
+                self._tls.recv(1)  # processes TLS records, then raises SSLWantReadError
         except (BlockingIOError, SSLWantReadError):
             self._socket.setblocking(True)
             return True
@@ -195,7 +195,7 @@ class RedisConnection:
         Return True when the block was filled, and False when the server does not have the key. Up
         to ``len(block)`` bytes of the block may be overwritten, and no others.
         """
-        # Bytes behind the first line belong into the block: read no more than the line.
+        # Bytes after the first line belong in the block, so read no further than that line.
         ahead = len(b"$%d\r\n" % len(block))
         line = self._read_line(ahead)
         if not line.startswith(b"$"):
@@ -217,7 +217,7 @@ class RedisConnection:
         return True
 
     def read_lines(self, count: int) -> list[bytes]:
-        """Return the next replies, each of which is one line, without the ends of the lines."""
+        """Return the next replies, one line each, without line ends."""
         lines: list[bytes] = []
         while len(lines) < count:
             end = self._bytes.rfind(_CRLF, self._begin, self._end)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 KEYS_PER_PASS: Final = 256
 MAX_ROUNDS: Final = 5  # requests for a key in one call: at most 4 redirections are followed
 SMALL_CONNECTIONS: Final = 2  # per node, for requests that must not wait behind values
-PART_BYTES: Final = 16 << 20  # a batch of more is spread over several connections
+PART_BYTES: Final = 16 << 20  # a larger batch is spread over several connections
 
 
 class Nodes:
@@ -59,8 +59,9 @@ class Nodes:
         self._slots: SlotMap | None = None
         self._is_stale = True
         self._refreshing = asyncio.Lock()
-        self._named: list[Address] = []  # by redirections, since the slots were asked for
-        self._failed: set[Address] = set()  # likewise
+        # Nodes in redirections since the last request for the slots.
+        self._named: list[Address] = []
+        self._failed: set[Address] = set()  # nodes that failed since then
 
     @property
     def connections_opened(self) -> int:
@@ -73,7 +74,7 @@ class Nodes:
         self._small.close_idle()
 
     async def run(self, items: Sequence[BatchKey], job: Job) -> None:
-        """Run a job on the items of each node, and again on those that a node redirected.
+        """Run a job on the items of each node, and again on redirected items.
 
         Raises:
             StoreError: no item got an answer.
@@ -137,7 +138,7 @@ class Nodes:
             self._suspect(address)
             return error
         except asyncio.CancelledError:
-            self._suspect(address)  # perhaps the node was too slow
+            self._suspect(address)  # the node may have been too slow
             raise
         return None
 
@@ -216,7 +217,7 @@ def _slot_map(address: Address, reply: Reply) -> SlotMap:
     if isinstance(reply, list):
         return SlotMap(address, reply)
     if isinstance(reply, ReplyError) and reply.code in ("ERR", "NOPERM"):
-        return SlotMap(address, None)  # not a node of a cluster, or the user may not ask
+        return SlotMap(address, None)  # not a cluster, or the user may not query it
     raise StoreError(f"redis store: {address} replied {reply!r} to CLUSTER SLOTS")
 
 

@@ -115,7 +115,7 @@ def without_secrets(url: str) -> str:
     """Return a URL without user, password and secret options, for messages."""
     scheme, separator, _ = url.partition("://")
     beginning = f"{scheme}://" if separator else ""
-    # All before the last @ may be the password, also when its characters were not quoted.
+    # The password may extend to the last @, because its characters may be unquoted.
     place, _, query = url.removeprefix(beginning).rpartition("@")[2].partition("?")
     shown = [(name, value) for name, value in parse_qsl(query) if name not in SECRET_OPTIONS]
     return f"{beginning}{place}" + (f"?{urlencode(shown)}" if shown else "")

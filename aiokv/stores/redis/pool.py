@@ -75,7 +75,7 @@ class ConnectionPool:
                 connections.pop().close()
 
     def _take_idle(self, address: Address) -> RedisConnection | None:
-        """Return the connection that was used last, without those that the server closed."""
+        """Return the last used connection that the server has not closed."""
         connections = self._idle[address]
         while connections:
             connection = connections.pop()

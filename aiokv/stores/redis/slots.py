@@ -58,7 +58,7 @@ def _by_slot(seed: Address, slots: list[Any]) -> list[Address | None]:
             left -= last + 1 - first
             if left < 0 or not 0 <= first <= last < NUM_SLOTS:
                 raise ValueError(f"slots {first} to {last} do not exist, or were listed before")
-            # A node that does not know its name replies an empty one: it is the node asked.
+            # A node that does not know its own name sends an empty one.
             known = host.decode() if host and host != b"?" else seed.host
             addresses[first : last + 1] = [Address(known, port)] * (last + 1 - first)
     except (AttributeError, TypeError, ValueError) as error:

@@ -147,7 +147,7 @@ class RedisStore(Store):
         Raises:
             ConfigError: an option is out of range, is not a number, or is given twice.
         """
-        split_url(url)  # raises for a malformed one, without its password
+        split_url(url)  # raises if malformed, without the password
         own, rest = parted_url(url, _URL_OPTIONS)
         return cls(rest, **url_options(without_secrets(own), _URL_OPTIONS))
 

@@ -107,7 +107,8 @@ def as_event(name: str, value: Any) -> Event | None:
     """
     if value is None:
         return None
-    kind = type(value)  # reading ``done`` of the object would query the device
+    # Checks the class only, because reading ``done`` of the object would query the device.
+    kind = type(value)
     if hasattr(kind, "synchronize"):
         if hasattr(kind, "done"):
             event: Event = value

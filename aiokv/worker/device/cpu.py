@@ -47,7 +47,7 @@ class CpuCopy:
     def __init__(self, job: _native.CopyJob, num_layers: int) -> None:
         self._job = job
         events = job.layer_events
-        # an offload has one event for all layers
+        # An offload has one event for all layers.
         self._events = events if len(events) == num_layers else events * num_layers
 
     @property
@@ -178,7 +178,7 @@ class CpuDevice(Unique):
         return _native.move_slots(
             self._streams.get(
                 ("last", CLONE), self._streams["all", ONLOAD]
-            ),  # without tensors no bytes move
+            ),  # without tensors, no bytes move
             [
                 (piece.pointer, piece.stride_bytes, piece.block_bytes)
                 for piece in regions.state_pieces
@@ -200,7 +200,7 @@ class CpuDevice(Unique):
             )
 
     def detach(self, *, keep_host: bool) -> None:
-        """Close the streams, too: they keep alive the memory that they have copied."""
+        """Detach, and close the streams, which keep the copied memory alive."""
         self.close()
 
     def close(self) -> None:

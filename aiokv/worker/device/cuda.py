@@ -127,7 +127,7 @@ class CudaCopy:
         self, transfer: Any, groups: Sequence[tuple[int, int]], after: Event | None
     ) -> None:
         self._transfer = transfer
-        self._after = after  # kept until the lane has waited for it
+        self._after = after  # kept alive until the lane has waited for it
         events: list[Event] = []
         for first, end in groups:
             events += [transfer.layer_event(end - 1)] * (end - first)
@@ -251,7 +251,8 @@ class CudaDevice(Unique):
             self._hosts[arena.pointer] = self._register(arena)
         if pool == _MAIN:
             self._main_host = self._hosts[arena.pointer]
-        # Slots of recurrent state move one by one: a staging slot need not be larger.
+        # Slots of recurrent state are copied one by one, so a staging slot need not be larger than
+        # one.
         moved_bytes = arena.pitch_bytes if pool.group == STATE else arena.nbytes
         slot_bytes = self.options.slot_bytes
         if layers_of(pool.group) is not None:
@@ -514,7 +515,7 @@ def _existing_gpu(cupy: Any, ordinal: int | None) -> int:
     try:
         count: int = cupy.cuda.runtime.getDeviceCount()
         found: int = cupy.cuda.Device().id if ordinal is None else ordinal
-    except Exception as error:  # CuPy's class of errors needs the driver
+    except Exception as error:  # CuPy's exception class is only available with a driver
         raise ConfigError(
             f"no GPU can be used: {error}", hint="see nvidia-smi and CUDA_VISIBLE_DEVICES"
         ) from error

@@ -93,12 +93,12 @@ class SlotCopy:
         self._work = work
         self._after = after
         self._num_layers = num_layers
-        self._is_final = False  # the work has ended, with ``_error``
+        self._is_final = False  # True when the work has ended; its failure is ``_error``
         self._error: CopyError | None = None
 
     @property
     def layer_events(self) -> Sequence[Event]:
-        """One event, as often as there are layers."""
+        """The event of the work, once per layer."""
         return [self._work] * self._num_layers
 
     def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
@@ -112,7 +112,7 @@ class SlotCopy:
     def error(self) -> CopyError | None:
         """Return the failure of the GPU, the first slot that is wrong, or None."""
         if not self._is_final:
-            is_done = bool(self._work.done)  # also after a failure, which is known then
+            is_done = bool(self._work.done)  # True also after a failure
             failure = self._work.failure()
             if failure is not None:
                 return CopyError(failure[0], failure[2])
@@ -226,7 +226,7 @@ class CudaSlots:
         keys: bytes,
         after: Event | None = None,
     ) -> SlotCopy:
-        """Copy slots to blocks, and verify what is copied.
+        """Copy slots to blocks, and verify the copied bytes.
 
         A block of a slot whose result is not ``DONE`` has wrong bytes.
         """

@@ -28,7 +28,7 @@ enum class LeaseState : std::uint8_t {
     kGranted,    // has refs on its path, and device blocks
     kFailed,     // like kGranted, but an onload failed and recompute_from() was not called yet
     kSwapping,   // like kGranted, while a transfer copies the table to host memory
-    kSwapped,    // holds host copies; computed_tokens can be resumed
+    kSwapped,    // holds host copies; resume continues at computed_tokens
     kReleasing,  // has no handle; kept while batches or peers' transfers use its blocks
 };
 constexpr std::size_t kLeaseStates = 7;

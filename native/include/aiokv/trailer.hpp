@@ -1,4 +1,4 @@
-// The trailer of an object in a store. It proves of which block the bytes before it are.
+// The trailer of an object in a store. It proves to which block the bytes before it belong.
 //
 //   offset 0   u32       magic "aikv"
 //   offset 4   u32       version, 1

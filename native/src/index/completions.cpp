@@ -96,7 +96,7 @@ void Completions::fail(Lease& lease, std::uint32_t good_blocks) {
     // If an item is cut, all its blocks are computed again, because an encoder computes whole
     // items.
     good_blocks = static_cast<std::uint32_t>(matching_.before_cut_item(lease, good_blocks));
-    if (auxiliary_.exist()) {  // they belong to later positions, or never arrived
+    if (auxiliary_.exist()) {  // state and windows belong to later positions, or never arrived
         good_blocks = 0;
         state_.forget_snapshots(lease, 0);
     }

@@ -142,7 +142,7 @@ void Promises::remove(const Lease& lease) {
     const std::uint32_t lease_index = lease.index;
     if (lease_index >= links_.size() || links_[lease_index].run == kNone) return;
     RunId run = links_[lease_index].run;
-    Place place = kRunBit | run;  // last place of those that may have named the lease
+    Place place = kRunBit | run;  // last place whose run may name the lease
     unlink(lease_index);
     if (runs_[run].first == kNone && runs_[run].below == 0) {
         place = runs_[run].above;
