@@ -652,7 +652,7 @@ TEST(resize_succeeds_when_the_last_of_leases_transfers_and_steps_has_ended) {
 TEST(a_call_begins_a_bounded_number_of_backups_oldest_first) {
     const auto blocks = static_cast<std::uint32_t>(2 * Saver::kMostBackups + 1);
     Cache cache(blocks, blocks);
-    std::vector<std::int32_t> tokens(blocks);
+    std::vector<std::int32_t> tokens(2 * blocks);
     std::iota(tokens.begin(), tokens.end(), 1);
     const LeaseId id = cache.serve(tokens);
     std::vector<BlockId> saved;
