@@ -753,7 +753,13 @@ class Core:
         Begin to copy blocks of one group besides attention to host memory; 0: there is nothing to copy.
         """
 
-    def take_backups(self) -> int: ...
+    def take_backups(self) -> int:
+        """
+        Begin to back up a bounded number of queued blocks; 0: there is nothing to copy.
+        """
+
+    def has_queued_backups(self) -> bool:
+        """Return whether take_backups() has left blocks to its next call."""
 
     def take_write_backs(self, wanted_blocks: int = 0) -> int: ...
 

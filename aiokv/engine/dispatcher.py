@@ -72,6 +72,7 @@ class Dispatcher:
             deque()
         )  # results of cancellations
         self._advance: asyncio.Handle | None = None
+        self._will_collect = False
         self._stopped = False
         self.conditions = Conditions()
         self._condition_waiters = self.conditions.waiters
@@ -169,10 +170,12 @@ class Dispatcher:
 
     def _schedule_collect(self) -> None:
         """At the end of this pass of the loop, back up all blocks committed in the pass."""
-        if not self._poller.closed:
+        if not self._poller.closed and not self._will_collect:
             self._poller.soon(self._collect)
+            self._will_collect = True
 
     def _collect(self) -> None:
+        self._will_collect = False
         self.apply(self._scheduler.collect_backups())
         if self._scheduler.has_stores:
             self.apply(self._scheduler.store_saver.collect())

@@ -6,6 +6,8 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from aiokv.base.logs import DEBUG, Log
 from aiokv.base.plan import FETCH, ONLOAD, PEER_ROUTES, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
@@ -16,6 +18,8 @@ from aiokv.worker.views import LayerView
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Collection, Iterable
+
+    from numpy.typing import NDArray
 
     from aiokv.base.plan import Route, TransferPlan
     from aiokv.config.cache_config import CacheConfig
@@ -119,7 +123,7 @@ class Transfers:
     ) -> Callable[[int, int], int | None]:
         locate = _position_finder(
             {plan.transfer_id: plan for plan in plans if plan.group_route == _BLOCK_ONLOAD},
-            self._read.block_table(lease_id).tolist(),
+            self._read.block_table(lease_id),
             self._block_tokens,
         )
         if not self._restarts:
@@ -212,7 +216,7 @@ class Transfers:
 
 
 def _position_finder(
-    plans: dict[int, TransferPlan], block_table: list[int], block_tokens: int
+    plans: dict[int, TransferPlan], block_table: NDArray[np.int32], block_tokens: int
 ) -> Callable[[int, int], int | None]:
     """Return a function from a transfer and a block of its plan to a position of the lease.
 
@@ -224,9 +228,7 @@ def _position_finder(
     def locate(transfer_id: int, block: int) -> int | None:
         if transfer_id not in plans:
             return 0
-        device_block = int(plans[transfer_id].target_ids[block])
-        if device_block not in block_table:
-            return None
-        return block_table.index(device_block) * block_tokens
+        places = np.flatnonzero(block_table == plans[transfer_id].target_ids[block])
+        return int(places[0]) * block_tokens if len(places) else None
 
     return locate

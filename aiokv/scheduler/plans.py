@@ -189,9 +189,9 @@ class PlanMaker:
     def take_backups(self) -> list[int]:
         """Begin the backups that the write policy wants now, and return their ids.
 
-        The core begins at most one offload of the queued blocks, one that keeps evictable blocks
-        available ahead of demand, one per snapshot of recurrent state, and one or more per window
-        group.
+        The core begins at most one offload of a bounded number of queued blocks, one that keeps
+        evictable blocks available ahead of demand, one per snapshot of recurrent state, and one or
+        more per window group.
         """
         begun = [self._core.take_backups()]
         if self._core.wants_write_backs():

@@ -54,13 +54,19 @@ class Saver:
             self._is_wanted = True
 
     def collect(self) -> bool:
-        """Begin the backups of the write policy; return False if there are none."""
+        """Begin the backups of the write policy; return False if there are none.
+
+        One call begins a bounded number, so that a long prompt does not hold the loop. The next
+        pass of the loop begins the rest.
+        """
         self._is_wanted = False
         if not self.is_active:
             return False
         begun = self._plans.take_backups()
         for transfer_id in begun:
             self._submit(transfer_id)
+        if begun and self._core.has_queued_backups():
+            self.want()
         return bool(begun)
 
     def _submit(self, transfer_id: int) -> None:

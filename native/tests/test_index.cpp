@@ -1,4 +1,6 @@
 // Block pool, prefix tree and core. Invariants I1-I6 after every step.
+#include <pthread.h>
+
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -7,6 +9,7 @@
 
 #include "aiokv/core.hpp"
 #include "aiokv/error.hpp"
+#include "aiokv/slab.hpp"
 #include "check.hpp"
 #include "report.hpp"
 
@@ -90,6 +93,29 @@ class Cache {
 
 }  // namespace
 
+// -- slab ------------------------------------------------------------------------------------
+
+TEST(slab_works_where_no_thread_can_be_started) {
+    constexpr std::size_t kCount = std::size_t{1} << 23;  // 32 MiB: a thread would populate half
+    pthread_attr_t usual;
+    CHECK_EQ(pthread_getattr_default_np(&usual), 0);
+    pthread_attr_t huge;
+    pthread_attr_init(&huge);
+    CHECK_EQ(pthread_attr_setstacksize(&huge, std::size_t{1} << 60), 0);
+    CHECK_EQ(pthread_setattr_default_np(&huge), 0);
+    try {
+        Slab<std::uint32_t> slab(kCount, kCount);
+        slab.grow(kCount);
+        slab[kCount - 1] = 7;
+        CHECK_EQ(slab[kCount - 1] + slab[0], 7u);
+    } catch (const std::system_error&) {
+        CHECK(false);
+    }
+    pthread_setattr_default_np(&usual);
+    pthread_attr_destroy(&huge);
+    pthread_attr_destroy(&usual);
+}
+
 // -- pool ------------------------------------------------------------------------------------
 
 TEST(pool_gives_each_id_once) {
@@ -139,6 +165,12 @@ TEST(pool_refuses_ids_that_are_not_allocated) {
         CHECK_THROWS(InternalError, (pool.give_back(id), 0));
     }
     CHECK_EQ(pool.free_blocks(), 6u);
+    for (const BlockPool::Extent beyond :
+         {BlockPool::Extent{8, 3}, BlockPool::Extent{10, 1}, BlockPool::Extent{kNoBlock, 1}}) {
+        const std::uint32_t free = pool.free_blocks();
+        CHECK_THROWS(InternalError, pool.give_back(beyond));
+        CHECK_EQ(pool.free_blocks(), free);
+    }
 }
 
 TEST(pool_resizes) {
@@ -615,6 +647,25 @@ TEST(resize_succeeds_when_the_last_of_leases_transfers_and_steps_has_ended) {
     CHECK(resizes());
     cache.check();
     CHECK_EQ(cache.core.device_blocks(), 2u);
+}
+
+TEST(a_call_begins_a_bounded_number_of_backups_oldest_first) {
+    const auto blocks = static_cast<std::uint32_t>(2 * Saver::kMostBackups + 1);
+    Cache cache(blocks, blocks);
+    std::vector<std::int32_t> tokens(blocks);
+    std::iota(tokens.begin(), tokens.end(), 1);
+    const LeaseId id = cache.serve(tokens);
+    std::vector<BlockId> saved;
+    for (const std::size_t expected : {Saver::kMostBackups, Saver::kMostBackups, std::size_t{1}}) {
+        const TransferId backup = cache.core.take_backups();
+        const auto& copied = cache.core.transfer(backup).device_blocks;
+        CHECK_EQ(copied.size(), expected);
+        saved.insert(saved.end(), copied.begin(), copied.end());
+        CHECK_EQ(cache.core.has_queued_backups(), saved.size() < blocks);
+        cache.check();
+    }
+    CHECK_EQ(cache.core.take_backups(), 0u);
+    CHECK(saved == cache.core.lease(id).table);
 }
 
 TEST(contexts_share_nothing) {

@@ -172,6 +172,8 @@ class Core {
     TransferId take_backups() {
         return external_.exist() ? external_.saves().take() : saver_.take_backups();
     }
+    // take_backups() has left blocks to its next call.
+    bool has_queued_backups() const { return !external_.exist() && saver_.has_queued(); }
     TransferId take_write_backs(std::uint32_t wanted) { return saver_.take_write_backs(wanted); }
     bool wants_write_backs() const { return !external_.exist() && saver_.wants_write_backs(); }
     bool must_look_further() const { return saver_.must_look_further(); }

@@ -101,6 +101,7 @@ class EvictableBlocks final : private SplitListener {
         return is_on_device(run) ? queued_device_ : queued_host_;
     }
     void push(RunId run);
+    void append(TierQueue& queue, RunId run);
     std::uint32_t count_idle_host(RunId run) const;
     bool is_parked_unsaved(NodeId node) const;
     void trim_unsaved_parked();

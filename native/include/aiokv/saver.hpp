@@ -22,6 +22,9 @@ struct Tail {
 
 class Saver {
   public:
+    // Blocks of one backup: to begin it and to submit its copy takes about 0.3 ms.
+    static constexpr std::size_t kMostBackups = 8192;
+
     Saver(const CoreConfig& config, PrefixTree& tree, const DevicePool& device, RunPool& host,
           Residency& residency, TransferLedger& transfers)
         : config_(config),
@@ -43,10 +46,12 @@ class Saver {
         if (config_.copies_after(n.uses)) queue(node);
     }
 
-    // Begins one transfer of all blocks queued since the last call. Returns 0 if there is nothing
-    // to copy. Skips blocks for which the host has no room: they are tried again shortly before
-    // their eviction.
+    // Begins one transfer of queued blocks, oldest first, at most kMostBackups. Returns 0 if there
+    // is nothing to copy; then the queue is empty. Skips blocks for which the host has no room: they
+    // are tried again shortly before their eviction.
     TransferId take_backups();
+    // Whether take_backups() has left blocks to its next call.
+    bool has_queued() const { return !queue_.empty(); }
     // Begins one transfer of the blocks that will be evicted next, oldest first, until
     // `wanted_blocks` (or the low watermark, if greater) are free, clean or being saved. Returns 0
     // if there is nothing to copy. The blocks can be matched on the device meanwhile. If no request
@@ -69,6 +74,7 @@ class Saver {
 
   private:
     void queue(NodeId node);
+    std::vector<NodeId> take_queued(std::size_t entries);
 
     const CoreConfig& config_;
     PrefixTree& tree_;

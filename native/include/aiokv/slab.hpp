@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <new>
 #include <stop_token>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -34,13 +35,7 @@ class Slab {
         adopt(data);
         const std::size_t bytes = std::min(populated, capacity_) * sizeof(T);
         populate(data, 0, std::min(bytes, kPopulatedAtOnce));
-        if (bytes <= kPopulatedAtOnce) return;
-        populating_ = std::jthread([data, bytes](const std::stop_token& stop) {
-            for (std::size_t at = kPopulatedAtOnce; at < bytes && !stop.stop_requested();
-                 at += kPopulatedPerCall) {
-                populate(data, at, std::min(kPopulatedPerCall, bytes - at));
-            }
-        });
+        if (bytes > kPopulatedAtOnce) populate_later(bytes);
     }
     ~Slab() {
         populating_ = {};
@@ -76,6 +71,18 @@ class Slab {
 #ifdef MADV_POPULATE_WRITE
         (void)madvise(static_cast<char*>(data) + at, bytes, MADV_POPULATE_WRITE);
 #endif
+    }
+    // Where no thread can be started, the rest gets its memory at its first use.
+    void populate_later(std::size_t bytes) {
+        try {
+            populating_ = std::jthread([data = data_, bytes](const std::stop_token& stop) {
+                for (std::size_t at = kPopulatedAtOnce; at < bytes && !stop.stop_requested();
+                     at += kPopulatedPerCall) {
+                    populate(data, at, std::min(kPopulatedPerCall, bytes - at));
+                }
+            });
+        } catch (const std::system_error&) {
+        }
     }
     void reserve(std::size_t capacity) {
         populating_ = {};  // the array may move

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -38,8 +39,8 @@ class TransferLedger {
     const std::unordered_map<TransferId, Transfer>& all() const { return transfers_; }
     std::uint32_t onloading_blocks() const;    // indexed blocks being written on the device
     TransferId offload_of(NodeId node) const;  // 0: none
-    // Requires kDeviceLoading.
-    TransferId onload_of(NodeId node) const { return onloads_.at(node); }
+    // Throws InternalError: no onload writes the node, as kDeviceLoading says.
+    TransferId onload_of(NodeId node) const;
 
     // -- moves of auxiliary ids: recurrent state and sliding windows
     TransferId begin_move(Move move);
@@ -74,9 +75,15 @@ class TransferLedger {
     void check(Report& report) const;
 
   private:
+    // Nodes with consecutive ids that one onload writes.
+    struct Loading {
+        NodeId end;
+        TransferId transfer;
+    };
+
     const PrefixTree& tree_;
     std::unordered_map<TransferId, Transfer> transfers_;
-    std::unordered_map<NodeId, TransferId> onloads_;  // by node being loaded
+    std::map<NodeId, Loading> loading_;  // by the first of the nodes
     std::unordered_map<TransferId, Move> moves_;
     std::vector<TransferId> abandoned_;
     std::size_t others_ = 0;

@@ -223,8 +223,11 @@ std::shared_ptr<CopyJob> copy_blocks(Stream& stream, std::shared_ptr<const Block
     auto job = std::make_shared<CopyJob>(std::move(events));
     const auto after_generation = after ? after->generation() : 0;
     if (after) stream.wait_event(after);
-    Mover mover(std::move(map), direction, merge_runs(host_ids, device_ids));
-    stream.push([=, mover = std::move(mover)](const std::atomic<bool>& stop) {
+    // The stream's thread merges the ids: of a long list, that takes longer than a copy of the ids.
+    stream.push([=, map = std::move(map), host = std::vector(host_ids.begin(), host_ids.end()),
+                 device = std::vector(device_ids.begin(), device_ids.end())](
+                    const std::atomic<bool>& stop) {
+        const Mover mover(map, direction, merge_runs(host, device));
         run_job(*job, mover, generations, after ? failure_of(*after, after_generation) : "", stop);
     });
     return job;

@@ -80,6 +80,10 @@ BlockPool::Extent BlockPool::take_extent(std::uint32_t count) {
 }
 
 void BlockPool::give_back(Extent extent) {
+    const auto first = static_cast<std::uint32_t>(extent.first);
+    if (first > capacity_ || extent.count > capacity_ - first) {
+        refuse(static_cast<BlockId>(std::max(first, capacity_)));
+    }
     for_each_word(extent, [&](std::size_t word, std::uint64_t mask) {
         if ((words_[word] & mask) != 0) {
             refuse(static_cast<BlockId>(word * 64 + std::countr_zero(words_[word] & mask)));

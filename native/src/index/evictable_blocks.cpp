@@ -33,19 +33,30 @@ void EvictableBlocks::on_split(RunId split, RunId made, bool made_is_above) {
     made_is_above ? queue.insert_after(made, split) : queue.insert_before(made, split);
 }
 
-// Puts a run at the end of its queue. If the run before it in the queue is the continuation of its
+// Puts a run at the end of a queue. If the run before it in the queue is the continuation of its
 // blocks, both become one run.
-void EvictableBlocks::push(RunId id) {
-    TierQueue& queue = queue_of(id);
+void EvictableBlocks::append(TierQueue& queue, RunId id) {
     queue.push_back(id);
-    tree_.runs()[id].set(kQueued);
-    queued_of(id) += tree_.runs()[id].length;
-    idle_host_ += count_idle_host(id);
+    const Run& run = tree_.runs()[id];
+    if (run.child != run.last() + 1) return;  // most runs end at a fork, or at a leaf
     const RunId below = queue.before(id);
     if (below == kNoRun || !tree_.continues(id, below)) return;
-    const bool keeps_below = tree_.runs()[below].length >= tree_.runs()[id].length;
+    const bool keeps_below = tree_.runs()[below].length >= run.length;
     queue.remove(keeps_below ? id : below);
     tree_.join(id, below, keeps_below ? below : id);
+}
+
+void EvictableBlocks::push(RunId id) {
+    Run& run = tree_.runs()[id];
+    run.set(kQueued);
+    if (is_on_device(id)) {
+        queued_device_ += run.length;
+        append(device_, id);
+    } else {
+        queued_host_ += run.length;
+        idle_host_ += count_idle_host(id);
+        append(host_, id);
+    }
 }
 
 void EvictableBlocks::enqueue(RunId id) {
@@ -68,12 +79,13 @@ void EvictableBlocks::enqueue(RunId id) {
 void EvictableBlocks::dequeue(RunId id) {
     Run& run = tree_.runs()[id];
     if (!run.has(kQueued | kParked)) return;
-    idle_host_ -= count_idle_host(id);
+    const bool is_device = is_on_device(id);
+    if (!is_device) idle_host_ -= count_idle_host(id);
     if (run.has(kQueued)) {
         ahead_.remove(id);
-        queue_of(id).remove(id);
-        queued_of(id) -= run.length;
-    } else if (is_on_device(id)) {
+        (is_device ? device_ : host_).remove(id);
+        (is_device ? queued_device_ : queued_host_) -= run.length;
+    } else if (is_device) {
         deferred_device_ -= run.length;
     }
     run.clear(kQueued | kParked);
@@ -139,13 +151,20 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
 void EvictableBlocks::touch(std::span<const NodeId> path) {
     while (!path.empty()) {
         const NodeId node = path.back();
-        const std::size_t length = node - tree_.run(node).first + 1;
-        if (is_listed(node)) {
-            const RunId id = tree_.split_after(node);
+        RunId id = tree_.run_of(node);
+        const Run& run = tree_.runs()[id];
+        path = path.first(path.size() - (node - run.first + 1));
+        if (!run.has(kQueued | kParked)) continue;
+        if (run.last() != node) id = tree_.split_after(node);
+        if (tree_.runs()[id].has(kParked)) {
             dequeue(id);
             push(id);
+            continue;
         }
-        path = path.first(path.size() - length);
+        TierQueue& queue = queue_of(id);
+        ahead_.remove(id);
+        queue.remove(id);
+        append(queue, id);
     }
 }
 

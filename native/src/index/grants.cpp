@@ -151,8 +151,12 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
 
 void Grants::start_onload(Lease& lease, std::uint32_t first_host_block) {
     const PrefixTree& tree = index_.tree();
+    const std::size_t blocks = lease.path.size() - first_host_block;
     Transfer transfer;
     transfer.leases.push_back(lease.id());
+    transfer.nodes.reserve(blocks);
+    transfer.device_blocks.reserve(blocks + lease.tail_host.size());
+    transfer.host_blocks.reserve(blocks + lease.tail_host.size());
     for (std::size_t i = first_host_block; i < lease.path.size(); ++i) {
         transfer.nodes.push_back(lease.path[i]);
         transfer.device_blocks.push_back(lease.table[i]);

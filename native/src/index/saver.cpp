@@ -17,20 +17,31 @@ void Saver::queue(NodeId node) {
     queue_.push_back(node);
 }
 
-TransferId Saver::take_backups() {
+// Removes the first entries of the queue; returns their nodes that have no host copy.
+std::vector<NodeId> Saver::take_queued(std::size_t entries) {
+    const auto end = queue_.begin() + static_cast<std::ptrdiff_t>(entries);
     std::vector<NodeId> nodes;
+    nodes.reserve(entries);
     // Of several entries of a node, the last one counts: the others are those of blocks that were
     // evicted unsaved.
-    for (const NodeId node : std::views::reverse(queue_)) {
+    for (const NodeId node : std::ranges::subrange(queue_.begin(), end) | std::views::reverse) {
         Node& n = tree_[node];
         if (!n.has(kBackupQueued)) continue;
         n.clear(kBackupQueued);
         if (n.has(kDeviceValid) && !n.has(kHostValid | kHostLoading)) nodes.push_back(node);
     }
     std::ranges::reverse(nodes);
-    queue_.clear();
-    residency_.fit_early_copies(nodes);
-    return start_offload(std::move(nodes));
+    queue_.erase(queue_.begin(), end);
+    return nodes;
+}
+
+TransferId Saver::take_backups() {
+    while (!queue_.empty()) {
+        std::vector<NodeId> nodes = take_queued(std::min(queue_.size(), kMostBackups));
+        residency_.fit_early_copies(nodes);
+        if (const TransferId id = start_offload(std::move(nodes))) return id;
+    }
+    return 0;
 }
 
 bool Saver::wants_write_backs() const {
@@ -74,6 +85,7 @@ TransferId Saver::start_offload(std::vector<NodeId> nodes, const Tail& tail) {
     transfer.tail_owner = tail.owner;
     transfer.host_blocks.resize(nodes.size());
     host_.take(transfer.host_blocks);
+    transfer.device_blocks.reserve(nodes.size() + tail.device.size());
     for (const NodeId node : nodes) transfer.device_blocks.push_back(tree_[node].device);
     transfer.nodes = std::move(nodes);
     residency_.begin_offload(transfer);

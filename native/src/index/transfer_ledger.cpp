@@ -8,13 +8,28 @@
 #include "report.hpp"
 
 namespace aiokv {
+namespace {
+
+// Calls visit(first, end) for each longest part of the list whose ids are consecutive.
+template <class Visit>
+void for_each_consecutive(std::span<const NodeId> nodes, Visit visit) {
+    for (std::size_t i = 0; i < nodes.size();) {
+        const std::size_t first = i++;
+        while (i < nodes.size() && nodes[i] == nodes[i - 1] + 1) ++i;
+        visit(nodes[first], nodes[i - 1] + 1);
+    }
+}
+
+}  // namespace
 
 // -- copies between the tiers ------------------------------------------------------------------
 
 TransferId TransferLedger::begin(Transfer transfer) {
     ++last_;
     if (transfer.direction == Direction::kOnload) {
-        for (const NodeId node : transfer.nodes) onloads_.emplace(node, last_);
+        for_each_consecutive(transfer.nodes, [this](NodeId first, NodeId end) {
+            loading_.emplace(first, Loading{end, last_});
+        });
     }
     transfers_.emplace(last_, std::move(transfer));
     return last_;
@@ -36,10 +51,18 @@ Transfer TransferLedger::end(TransferId id) {
     Transfer transfer = std::move(found->second);
     transfers_.erase(found);
     if (transfer.direction == Direction::kOnload) {
-        for (const NodeId node : transfer.nodes) onloads_.erase(node);
+        for_each_consecutive(transfer.nodes, [this](NodeId first, auto) { loading_.erase(first); });
     }
     ++ended_;
     return transfer;
+}
+
+TransferId TransferLedger::onload_of(NodeId node) const {
+    auto found = loading_.upper_bound(node);
+    if (found == loading_.begin() || node >= (--found)->second.end) {
+        throw InternalError("no onload writes node " + std::to_string(node));
+    }
+    return found->second.transfer;
 }
 
 void TransferLedger::leave(TransferId id, LeaseId lease) {
@@ -136,6 +159,14 @@ void TransferLedger::add_to(CoreStatistics& statistics) const {
 }
 
 void TransferLedger::check(Report& report) const {
+    std::size_t onloading = 0;
+    for (const auto& [first, loading] : loading_) {
+        onloading += loading.end - first;
+        report.require(transfers_.contains(loading.transfer), "I3: node ", first,
+                       " is listed for transfer ", loading.transfer, ", which has ended");
+    }
+    report.require(onloading == onloading_blocks(), "I3: onloads write ", onloading_blocks(),
+                   " blocks, ", onloading, " are listed");
     for (const auto& [id, transfer] : transfers_) {
         for (std::size_t i = transfer.nodes.size(); i < transfer.device_blocks.size(); ++i) {
             report.host.own(transfer.host_blocks[i], "a swapped tail");

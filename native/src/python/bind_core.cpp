@@ -744,7 +744,10 @@ void bind_core(nb::module_& m) {
         .def("take_group_save", &Core::take_group_save,
              "Begin to copy blocks of one group besides attention to host memory; 0: there is "
              "nothing to copy.")
-        .def("take_backups", &Core::take_backups)
+        .def("take_backups", &Core::take_backups,
+             "Begin to back up a bounded number of queued blocks; 0: there is nothing to copy.")
+        .def("has_queued_backups", &Core::has_queued_backups,
+             "Return whether take_backups() has left blocks to its next call.")
         .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
         .def("wants_write_backs", &Core::wants_write_backs)
         .def("wants_backups", &Core::wants_backups)
