@@ -244,6 +244,8 @@ class World:
                 gc.collect()
             if not self.requests and self.operator is None and not self.engine.statistics().leases:
                 break
+            if self.engine.asleep and self.operator is None:
+                self.operator = asyncio.create_task(self.operate())
             if self.in_stream and not self.stream:
                 self.close_step(self.record())
             self.advance()
@@ -268,6 +270,9 @@ class World:
 
     async def operate(self) -> None:
         engine, rng = self.engine, self.rng
+        if engine.asleep:  # an earlier call was cancelled while it woke the engine up
+            await self.wake_up()
+            return
         what = rng.choice(("evict", "evict", "reset", "resize", "quiesce", "sleep", "weights"))
         if self.updates_often and rng.random() < 0.7:
             what = "weights"
@@ -326,7 +331,11 @@ class World:
             if "device" in self.engine.asleep:
                 self.memories[0].take(self.device_blocks)
             if self.engine.asleep:  # with ranks also after a timeout
-                await self.engine.wake_up(regions=None if has_ranks else self.memories[0].regions)
+                await self.wake_up()
+
+    async def wake_up(self) -> None:
+        has_ranks = len(self.memories) > 1
+        await self.engine.wake_up(regions=None if has_ranks else self.memories[0].regions)
 
     @property
     def device_blocks(self) -> int:
