@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,9 @@ PROMPT = np.arange(42, dtype=np.int32)  # 10 full blocks and a partial one
 SECRET = "0123456789abcdef"
 
 
-def make(*, block_tokens: int = BLOCK, seed: int = 1, layer_ranges: int = 1):
+def make(
+    *, block_tokens: int = BLOCK, seed: int = 1, layer_ranges: int = 1
+) -> tuple[aiokv.CacheEngine, list[Any]]:
     """Return an engine and its tensors, one a layer, of random bytes."""
     import cupy
 
@@ -130,7 +134,7 @@ async def test_layers_on_the_gpu_arrive_behind_their_events(
             assert await arriving.wait() == len(PROMPT)
         found = rows(kept, receiving, len(PROMPT), receiver_tokens)
         assert (found == prompt.get()).all()
-        statistics = d.worker.inspect().peers[0].received
+        statistics = d.inspect.parts.worker.inspect().peers[0].received
         assert statistics.wrong == statistics.stale == 0
         assert statistics.fragments > len(PROMPT) // sender_tokens + 1, "no block came in layers"
         step(p, stream)
@@ -148,7 +152,7 @@ async def test_blocks_on_the_gpu_arrive_with_equal_bytes(sender_tokens, receiver
         await exchange(
             p, sent, d, kept, sender_tokens=sender_tokens, receiver_tokens=receiver_tokens
         )
-        statistics = d.worker.inspect().peers[0]
+        statistics = d.inspect.parts.worker.inspect().peers[0]
         assert statistics.received.wrong == statistics.received.stale == 0
 
 
@@ -156,7 +160,7 @@ async def test_blocks_on_the_gpu_arrive_with_equal_bytes(sender_tokens, receiver
 async def test_blocks_arrive_after_the_sleep_of_the_device():
     (p, sent), (d, kept) = make(), make(seed=2)
     async with p, d:
-        regions = d.worker.memory.regions
+        regions = d.regions
         await d.sleep(["device", "host"])
         await d.wake_up(regions=regions)
         await exchange(p, sent, d, kept, sender_tokens=BLOCK, receiver_tokens=BLOCK)
