@@ -47,8 +47,8 @@ class Saver {
     }
 
     // Begins one transfer of queued blocks, oldest first, at most kMostBackups. Returns 0 if there
-    // is nothing to copy; then the queue is empty. Skips blocks for which the host has no room: they
-    // are tried again shortly before their eviction.
+    // is nothing to copy; then the queue is empty. Skips blocks for which the host has no room:
+    // they are tried again shortly before their eviction.
     TransferId take_backups();
     // Whether take_backups() has left blocks to its next call.
     bool has_queued() const { return !queue_.empty(); }
