@@ -257,9 +257,8 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
     """
     parallel = vllm_config.parallel_config
     for name, hint in (
-        ("pipeline_parallel_size", "use tensor parallelism"),
-        ("decode_context_parallel_size", "use tensor parallelism only"),
-        ("prefill_context_parallel_size", "use tensor parallelism only"),
+        ("decode_context_parallel_size", "use tensor, pipeline or data parallelism"),
+        ("prefill_context_parallel_size", "use tensor, pipeline or data parallelism"),
         ("nnodes", "use ranks of one node; the connector's socket is local"),
     ):
         if getattr(parallel, name, 1) > 1:
@@ -302,6 +301,12 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
                 f"the KV cache is of the kind {type(kind).__name__}; AiokvConnector serves full "
                 "attention (MHA, GQA, MLA), whose blocks stay until a request ends"
             )
+    if options.load == "layerwise" and parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f'load is "layerwise" and pipeline_parallel_size is {parallel.pipeline_parallel_size}: '
+            "a load could overwrite blocks that a step in the pipeline still uses",
+            hint='set "load": "async"',
+        )
     if options.load == "layerwise" and vllm_config.scheduler_config.async_scheduling:
         if not opening.is_in_process(vllm_config, options):
             raise ConfigError(

@@ -13,6 +13,7 @@ from tests.connectors.vllm.served import (
     Completion,
     ServedModel,
     can_serve,
+    has_nixl,
     prompt,
     write_model,
 )
@@ -97,7 +98,7 @@ def test_answers_are_exact_after_restarts_kills_and_damage(
         for thread in loading:
             thread.start()
         loads = server.blocks_moved("onload")
-        server.wait_until(lambda: server.blocks_moved("onload") > loads + 200, "loads")
+        server.wait_until(lambda: server.blocks_moved("onload") > loads + 100, "loads")
         server.kill()  # as the kernel does when memory is exhausted
         for thread in loading:
             thread.join()
@@ -134,6 +135,23 @@ def test_answers_are_exact_with_layerwise_loads(model: Path, expected: list[list
         assert tokens_of(again) == expected
         assert [answer.cached for answer in again] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
         assert not server.found("layers_not_hooked")
+
+
+@pytest.mark.skipif(not has_nixl(), reason="nixl is not installed")
+def test_answers_are_exact_beside_the_connector_of_nixl(
+    model: Path, expected: list[list[int]]
+) -> None:
+    nixl = {"kv_connector": "NixlConnector"}
+    with ServedModel(model, {"host_gib": 0.125, "follow_resets": False}, beside=[nixl]) as server:
+        server.wait_ready()
+        assert tokens_of(answers_of(server)) == expected
+        saved = len(SEEDS) * FULL_BLOCKS
+        server.wait_until(lambda: server.blocks_moved("offload") >= saved, "the copies")
+        server.forget_device_blocks()
+        again = answers_of(server)
+        assert tokens_of(again) == expected
+        assert [answer.cached for answer in again] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
+        assert server.metric("vllm:aiokv_loaded_blocks_total") == saved
 
 
 @pytest.mark.parametrize(

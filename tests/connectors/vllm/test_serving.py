@@ -51,6 +51,7 @@ from tests.harness.flaky import FlakyDevice
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
     from aiokv.worker.arena import HostArena
@@ -888,6 +889,9 @@ def test_statistics_count_blocks_of_stores(
         ({}, "exactly one of them must be set"),
         ({"host_gib": 1, "cpu_bytes_to_use": 1}, "exactly one of them must be set"),
         ({"host_gib": -1}, "host_gib is -1"),
+        ({"host_gib": "64"}, "host_gib is '64', a text without a unit"),
+        ({"host_gib": "64GB/s"}, "host_gib is '64GB/s'; it must be a size"),
+        ({"cpu_bytes_to_use": "all"}, "cpu_bytes_to_use is 'all'; it must be a size"),
         ({"host_gib": 1, "load": "sync"}, "load is 'sync'"),
         ({"host_gib": 1, "write_policy": "write_back"}, "write_policy is 'write_back'"),
         ({"host_gib": 1, "stores": "disk:/x"}, "stores is 'disk:/x'"),
@@ -896,6 +900,20 @@ def test_statistics_count_blocks_of_stores(
 def test_wrong_setting_is_refused(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Options.parse(extra)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"host_gib": 1.5}, {"host_gib": "1.5GiB"}, {"cpu_bytes_to_use": "1536 MiB"}]
+)
+def test_sizes_may_have_units(extra: dict[str, Any]) -> None:
+    assert Options.parse(extra).host_bytes == 1_536 << 20
+
+
+def test_more_host_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "available_bytes", lambda: 7 << 30)
+    options = Options.parse({"host_gib": 8})
+    with pytest.raises(ConfigError, match=r"host memory is 8\.00 GiB; .* has 7\.00 GiB available"):
+        opening.cache_config(vllm_config(extra=HOST), kv_cache_config("flash", 40), options)
 
 
 def _check(config: Any, groups: int = 1, spec: Any = None, **extra: Any) -> None:
@@ -909,11 +927,41 @@ def test_socket_directory_that_other_users_can_access_is_refused(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     options = Options.parse({"host_gib": 1})
-    folder = Path(options.socket_path("engine")).parent
+    folder = Path(options.default_socket_path("engine")).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o750)
     with pytest.raises(ConfigError, match=r"another owner, or a mode other than 0700"):
-        options.socket_path("engine")
+        options.default_socket_path("engine")
+
+
+def _engine(index: int, **extra: Any) -> tuple[VllmConfig, Options]:
+    """Return the configuration of one of two engines, as vLLM makes it for a dense model."""
+    config = vllm_config(extra=HOST)
+    config.parallel_config.data_parallel_index = index
+    config.kv_transfer_config.engine_id = f"engine_dp{index}"
+    return config, Options.parse({"host_gib": 1} | extra)
+
+
+def test_engines_of_data_parallelism_have_paths_of_their_own() -> None:
+    engines = [
+        _engine(i, stores=["disk:/kv/{dp}-{rank}?bytes=1GiB"], socket="/s/{dp}") for i in (0, 1)
+    ]
+    assert [opening.stores_of(*engine, 3) for engine in engines] == [
+        ["disk:/kv/0-3?bytes=1GiB"],
+        ["disk:/kv/1-3?bytes=1GiB"],
+    ]
+    assert [opening.socket_path(*engine) for engine in engines] == ["/s/0", "/s/1"]
+    defaults = {opening.socket_path(*_engine(i)) for i in (0, 1)}
+    assert len(defaults) == 2
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_path_of_several_engines_of_data_parallelism_is_refused(index: int) -> None:
+    with pytest.raises(ConfigError, match="stores has 'disk:/kv' for several engines"):
+        opening.stores_of(*_engine(index, stores=["disk:/kv"]), 0)
+    with pytest.raises(ConfigError, match="socket has '/s' for several engines"):
+        opening.socket_path(*_engine(index, socket="/s"))
+    assert opening.stores_of(*_engine(index, stores=["directory:/kv"]), 0) == ["directory:/kv"]
 
 
 def _model_name(hf_config: dict[str, Any] | None = None, **fields: Any) -> str | None:
@@ -964,7 +1012,12 @@ def test_configuration_that_is_not_served_is_refused() -> None:
             _check(config, load="layerwise", **extra)
     config = vllm_config(extra=HOST)
     config.parallel_config.pipeline_parallel_size = 2
+    _check(config)
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
+        _check(config, load="layerwise")
+    config = vllm_config(extra=HOST)
+    config.parallel_config.nnodes = 2
+    with pytest.raises(ConfigError, match="nnodes is 2; AiokvConnector serves 1 only"):
         _check(config)
     config = vllm_config(extra=HOST)
     config.parallel_config.distributed_executor_backend = "external_launcher"
