@@ -132,6 +132,10 @@ def vllm_config(
             is_encoder_decoder=False,
             enable_return_routed_experts=False,
             enable_sleep_mode=False,
+            is_prefix_caching_supported=True,
+            runner_type="generate",
+            use_mla=False,
+            architecture="TestForCausalLM",
         ),
     )
 
