@@ -8,6 +8,8 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
 
+from aiokv.connectors.vllm import compat
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -43,7 +45,7 @@ def why_prefixes_are_forbidden(
     if model.architecture in _WINDOWED_OUTPUT:
         return f"{model.architecture} computes the KV of generated tokens with a window"
     specs = list(_specs_of(kv_cache_config))
-    if any(getattr(spec, "non_causal", False) for spec in specs):  # since vLLM 0.27
+    if any(compat.is_non_causal(spec) for spec in specs):
         return "the model has attention layers that are not causal"
     if is_off and any(isinstance(spec, MambaSpec) for spec in specs):
         return "without vLLM's prefix caching, recurrent states are not kept at block boundaries"

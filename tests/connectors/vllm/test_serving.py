@@ -341,20 +341,18 @@ def test_preempted_requests_keep_their_output(make_server: MakeServer) -> None:
 def _forbid(monkeypatch: pytest.MonkeyPatch, reason: str, config: Any) -> None:
     """Change a configuration as vLLM would for a model that needs all positions in one step."""
     model = config.model_config
-    # A real configuration has properties.
-    owner = model if isinstance(model, SimpleNamespace) else type(model)
     if reason == "pooler":
-        monkeypatch.setattr(owner, "is_prefix_caching_supported", False)
+        monkeypatch.setattr(type(model), "is_prefix_caching_supported", False)
         model.runner_type = "pooling"
     elif reason == "MLA":
-        monkeypatch.setattr(owner, "use_mla", True)
+        monkeypatch.setattr(type(model), "use_mla", True)
         monkeypatch.setattr(prefixes, "current_platform", SimpleNamespace(is_cpu=lambda: True))
         config.scheduler_config.enable_chunked_prefill = False
         config.scheduler_config.max_num_batched_tokens = 64
     elif reason == "VLLM_BATCH_INVARIANT":
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     else:
-        monkeypatch.setattr(owner, "architecture", reason)
+        monkeypatch.setattr(type(model), "architecture", reason)
 
 
 @pytest.mark.parametrize(
