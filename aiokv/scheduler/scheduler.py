@@ -586,7 +586,7 @@ class CacheScheduler:
         lease_id: int,
         block_ids: NDArray[np.int32],
         computed_tokens: int = 0,
-        onload_priority: Priority = Priority.DEMAND,
+        onload_priority: int = Priority.DEMAND,
     ) -> tuple[Grant, Effects]:
         """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
 
