@@ -178,6 +178,19 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         (block_ids,) = blocks.get_block_ids()
         self._half_of_scheduler.allocated(request, block_ids, num_external_tokens)
 
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Return the loaded tokens of a request by source, for vLLM's metrics."""
+        fetched = 0
+        if self._options.stores:
+            fetched = self._half_of_scheduler.fetched_tokens(request)
+        return compat.hit_sources(
+            num_external_tokens,
+            min(fetched, num_external_tokens),
+            from_disk=all(url.startswith(("disk:", "directory:")) for url in self._options.stores),
+        )
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers."""
         return self._half_of_scheduler.build(scheduler_output)

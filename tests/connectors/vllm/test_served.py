@@ -137,6 +137,32 @@ def test_answers_are_exact_with_layerwise_loads(model: Path, expected: list[list
         assert not server.found("layers_not_hooked")
 
 
+@pytest.mark.parametrize("parallel", ["data", "pipeline"])
+def test_answers_are_exact_with_parallel_engines_or_stages(
+    model: Path, expected: list[list[int]], tmp_path: Path, parallel: str
+) -> None:
+    """Two engines of data parallelism share no path; two stages have half of the layers each."""
+    extra = {
+        "host_gib": "128MiB",
+        "stores": [f"disk:{tmp_path}/{{dp}}-{{rank}}?bytes=64MiB"],
+        "follow_resets": False,
+    }
+    size = (f"--{parallel}-parallel-size", "2")
+    with ServedModel(model, extra, *size) as server:
+        server.wait_ready()
+        assert tokens_of(answers_of(server)) == expected
+        saved = len(SEEDS) * FULL_BLOCKS
+        server.wait_until(lambda: server.blocks_moved("save") >= saved, "the saves")
+        server.kill()
+    folders = {folder.name for folder in tmp_path.iterdir()}
+    assert folders == ({"0-0", "1-0"} if parallel == "data" else {"0-0", "0-1"})
+    with ServedModel(model, extra, *size) as server:
+        server.wait_ready()
+        again = answers_of(server)
+        assert tokens_of(again) == expected
+        assert sum(answer.cached for answer in again) > 0
+
+
 @pytest.mark.skipif(not has_nixl(), reason="nixl is not installed")
 def test_answers_are_exact_beside_the_connector_of_nixl(
     model: Path, expected: list[list[int]]

@@ -903,6 +903,30 @@ def test_store_survives_a_restart(make_server: MakeServer, tmp_path: Path) -> No
     assert second.loaded(request) == 40
 
 
+def test_vllm_counts_hits_by_their_source(
+    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="since vLLM 0.32")
+    extra = {"stores": [f"disk:{tmp_path}?bytes=64MiB"], "store_wait_seconds": 60.0}
+    first = make_server(extra)
+    first.add("a", prompt(1, 41), 1)
+    first.run()
+    first.drain()
+    first.close()
+    server = make_server(extra)
+    found: list[dict[Any, int]] = []
+    of_request = server.connector.get_external_cache_hit_sources
+    monkeypatch.setattr(
+        server.connector,
+        "get_external_cache_hit_sources",
+        lambda *args: found.append(of_request(*args)) or found[-1],
+    )
+    for name in ("b", "c"):
+        serve_and_check(server, name, prompt(1, 41), 1)
+        evict_all(server)
+    assert found == [{sources.CacheHitSource.DISK: 40}, {sources.CacheHitSource.HOST: 40}]
+
+
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_speed_of_prefills_reaches_the_engine(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, load: str
