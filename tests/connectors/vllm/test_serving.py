@@ -914,17 +914,18 @@ def test_vllm_counts_hits_by_their_source(
     first.drain()
     first.close()
     server = make_server(extra)
-    found: list[dict[Any, int]] = []
+    found: dict[str, dict[Any, int]] = {}
     of_request = server.connector.get_external_cache_hit_sources
-    monkeypatch.setattr(
-        server.connector,
-        "get_external_cache_hit_sources",
-        lambda *args: found.append(of_request(*args)) or found[-1],
-    )
+
+    def note(request: Request, num_tokens: int) -> dict[Any, int]:
+        return found.setdefault(request.request_id, of_request(request, num_tokens))
+
+    monkeypatch.setattr(server.connector, "get_external_cache_hit_sources", note)
     for name in ("b", "c"):
         serve_and_check(server, name, prompt(1, 41), 1)
         evict_all(server)
-    assert found == [{sources.CacheHitSource.DISK: 40}, {sources.CacheHitSource.HOST: 40}]
+    assert found["b"] == {sources.CacheHitSource.DISK: 40}
+    assert found["c"] == {sources.CacheHitSource.HOST: 40}
 
 
 @pytest.mark.parametrize("load", ["async", "layerwise"])
