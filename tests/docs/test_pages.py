@@ -89,7 +89,7 @@ def test_the_other_blocks_of_a_page_are_valid(page, tmp_path):
     ],
 )
 def test_each_method_that_the_documentation_names_exists(owner, classes):
-    text = "".join(page.read_text() for page in [*PAGES, ROOT / "README.md"])
+    text = "".join(page.read_text() for page in [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md"])
     names = set(re.findall(rf"`(?:await |async with |with )?{re.escape(owner)}\.(\w+)", text))
     assert names
     known = {name for cls in classes for name in dir(cls)}
