@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from aiokv.base.logs import join_log
-from aiokv.connectors.vllm import opening
+from aiokv.connectors.vllm import compat, opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
 from aiokv.connectors.vllm.link import LoadQueue
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
@@ -67,6 +67,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
+            compat.check_version()
             self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
             self._pool = VllmBlocks()
             self._scheduler = SchedulerHalf(
@@ -277,7 +278,7 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "which may be copying blocks",
             hint="drop --enable-sleep-mode, or kv_transfer_config",
         )
-    if options.stores and vllm_config.cache_config.calculate_kv_scales:
+    if options.stores and compat.calculates_kv_scales(vllm_config.cache_config):
         raise ConfigError(
             "calculate_kv_scales is set, and stores has stores: each start of vLLM computes other "
             "scales, which stored blocks do not have",
