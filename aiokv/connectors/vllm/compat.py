@@ -16,6 +16,7 @@ from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 log = Log(__name__)
 
@@ -44,3 +45,8 @@ def check_version(version: str = vllm.__version__) -> None:
 def calculates_kv_scales(config: CacheConfig) -> bool:
     """Return True if each start computes other scales of KV; vLLM 0.28 removed this option."""
     return bool(getattr(config, "calculate_kv_scales", False))
+
+
+def is_non_causal(spec: KVCacheSpec) -> bool:
+    """Return True for layers whose KV depends on later tokens; vLLM has them since 0.27."""
+    return bool(getattr(spec, "non_causal", False))
