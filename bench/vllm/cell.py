@@ -45,7 +45,7 @@ HOST_HITS_TOKENS = _HEAD_HASH_BLOCKS * HASH_BLOCK_TOKENS + max(_TAIL_TOKENS)
 _NUM_DOCUMENTS = 48
 _DOCUMENT_TOKENS = (1_000, 24_000)
 _LONG_ANSWER_TOKENS = 64
-LONG_ANSWERS_CLIENTS = (1, 4, 16)
+_LONG_ANSWERS_CLIENTS = (1, 4, 16)
 LONG_ANSWERS_TOKENS = _DOCUMENT_TOKENS[1] + _LONG_ANSWER_TOKENS
 
 
@@ -181,7 +181,7 @@ class _Bench:
         documents = long_documents()
         await self._load("documents", documents, clients=2)
         figures = {}
-        for clients in LONG_ANSWERS_CLIENTS:
+        for clients in _LONG_ANSWERS_CLIENTS:
             name = f"long_answers_{clients}_clients"
             figures[name] = await self._load(
                 name, documents, clients=clients, output_tokens=_LONG_ANSWER_TOKENS

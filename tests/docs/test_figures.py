@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from bench.vllm.cell import LONG_ANSWERS_CLIENTS
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 MEASURED = (ROOT / "docs/reference/measured.md").read_text()
@@ -85,7 +83,7 @@ def test_answers_of_64_tokens(page):
         return
     measured = results(LONG_ANSWERS)
     expected = []
-    for clients in LONG_ANSWERS_CLIENTS:
+    for clients in (1, 4, 16):
         loads = [
             measured[server]["load"][f"long_answers_{clients}_clients"]
             for server in ("none", "vllm", "lmcache", "aiokv", "aiokv-layers", "aiokv-layers-sync")
