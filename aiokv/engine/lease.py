@@ -389,10 +389,10 @@ class Lease(Unique):
 
         For blocks that are allocated ahead of work that may not arrive, such as the decode blocks
         of a request whose prefill runs on another server. A use ends the limit: a successful
-        ``commit``, ``append``, ``extend``, ``truncate``, ``fork``, ``snapshot``, ``preempt`` or
-        ``CacheEngine.computing`` of the lease, a call of ``receive`` or ``send``, and ``keep``.
-        Reading ``block_table`` or other properties does not. Another ``expire_after`` replaces the
-        limit.
+        ``commit``, ``append``, ``extend``, ``truncate``, ``fork``, ``snapshot``, ``preempt``,
+        ``CacheEngine.computing`` or ``CacheEngine.advance`` of the lease, a call of ``receive`` or
+        ``send``, and ``keep``. ``advance`` does not if it has no room for the lease. Reading
+        ``block_table`` or other properties does not. Another ``expire_after`` replaces the limit.
 
         The engine then releases the lease as ``release`` does: blocks that a batch or a transfer
         uses are given back when these have ended. Methods of an expired lease raise ``LeaseError``
@@ -649,7 +649,7 @@ class Lease(Unique):
 
     # --- device blocks of a server ----------------------------------------------------------------
 
-    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
+    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0, priority: int = 0) -> None:
         """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
         The first call after a grant begins the onload of the cached positions into these blocks:
@@ -669,6 +669,8 @@ class Lease(Unique):
             computed_tokens: for the first call only: leading positions that the server's own cache
                 has in these blocks. They are not onloaded, and count as computed for ``commit``. A
                 multiple of ``block_tokens``, or a position in the last block.
+            priority: for the first call only: an integer, at least 0. Of the onloads that wait for
+                their turn, those with lower numbers are copied first.
 
         Raises:
             LeaseError: the lease is not granted; the blocks of the first call do not cover the
@@ -677,15 +679,20 @@ class Lease(Unique):
             UsageError: a block is out of range, is listed twice, or is a block of the lease
                 already; a transfer in flight uses a block into which cached positions would be
                 copied, or writes a block that the lease is to compute; ``computed_tokens`` is out
-                of range; or the engine owns the device blocks. Nothing changed.
+                of range; ``priority`` is not an integer, or negative; or the engine owns the
+                device blocks. Nothing changed.
             ClosedError: the engine is closed.
         """
         computed_tokens = checks.integer("computed_tokens", computed_tokens)
+        if priority != 0:
+            priority = checks.integer("priority", priority, minimum=0)
         record = self.record
         leases = record.leases
         leases.check_loop()
         lease_id = record.held_id()
-        result = leases.scheduler.assign(lease_id, as_block_ids(block_ids), computed_tokens)
+        result = leases.scheduler.assign(
+            lease_id, as_block_ids(block_ids), computed_tokens, priority
+        )
         try:
             grant = leases.apply(result)
             if grant.onloads and not record.layers.transfer_ids:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from aiokv.base.plan import Priority
 from aiokv.base.state_guard import StateGuard
-from aiokv.base.types import LeaseState
+from aiokv.base.types import LeaseState, StepTokens
 from aiokv.errors import (
     BrokenEngineError,
     ClosedError,
@@ -586,7 +586,7 @@ class CacheScheduler:
         lease_id: int,
         block_ids: NDArray[np.int32],
         computed_tokens: int = 0,
-        onload_priority: Priority = Priority.DEMAND,
+        onload_priority: int = Priority.DEMAND,
     ) -> tuple[Grant, Effects]:
         """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
 
@@ -729,7 +729,8 @@ class CacheScheduler:
                 positions.
             UsageError: a token, a count or ``draft_tokens`` is out of range.
         """
-        refused = self._decoding.advance(lease_ids, tokens, width, counts, draft_tokens)
+        step_tokens = StepTokens(tokens, width, counts)
+        refused = self._decoding.advance(lease_ids, step_tokens, draft_tokens)
         if self._external is not None:
             self._external.settle()
         if self._waiters or self._salts is not None:

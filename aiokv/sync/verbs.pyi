@@ -145,7 +145,7 @@ class RecordedVerbs:
         """
 
     def assign(
-        self, lease: SyncLease, block_ids: TokenIds, *, computed_tokens: int = 0
+        self, lease: SyncLease, block_ids: TokenIds, *, computed_tokens: int = 0, priority: int = 0
     ) -> Answer[None]:
         """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
@@ -480,7 +480,7 @@ class LeaseVerbs:
             UsageError: the worker cannot wait for an event of this type; nothing changed.
         """
 
-    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
+    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0, priority: int = 0) -> None:
         """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
         The first call after a grant begins the onload of the cached positions into these blocks:
@@ -500,6 +500,8 @@ class LeaseVerbs:
             computed_tokens: for the first call only: leading positions that the server's own cache
                 has in these blocks. They are not onloaded, and count as computed for ``commit``. A
                 multiple of ``block_tokens``, or a position in the last block.
+            priority: for the first call only: an integer, at least 0. Of the onloads that wait for
+                their turn, those with lower numbers are copied first.
 
         Raises:
             LeaseError: the lease is not granted; the blocks of the first call do not cover the
@@ -508,7 +510,8 @@ class LeaseVerbs:
             UsageError: a block is out of range, is listed twice, or is a block of the lease
                 already; a transfer in flight uses a block into which cached positions would be
                 copied, or writes a block that the lease is to compute; ``computed_tokens`` is out
-                of range; or the engine owns the device blocks. Nothing changed.
+                of range; ``priority`` is not an integer, or negative; or the engine owns the
+                device blocks. Nothing changed.
             ClosedError: the engine is closed.
         """
 
