@@ -11,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from transformers import PretrainedConfig
 from vllm.config import CacheConfig, CUDAGraphMode
+from vllm.distributed import kv_events
 from vllm.distributed.kv_events import BlockStored
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -41,6 +43,7 @@ from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import BrokenEngineError, ConfigError, TransferError
+from aiokv.events import schema
 from aiokv.sync import SyncEngine, SyncLayers
 from aiokv.testing.manual import ManualEvent
 from tests.connectors.vllm.configs import BLOCK_TOKENS, kv_cache_config, vllm_config
@@ -767,6 +770,37 @@ def test_events_of_host_memory_reach_vllm(make_server: MakeServer) -> None:
     server.run()
     stored = [e for e in events if isinstance(e, BlockStored) and e.medium == "CPU"]
     assert tokens[:4] in [event.token_ids[:4] for event in stored]
+
+
+def test_subscribers_of_this_vllm_decode_the_events(make_server: MakeServer) -> None:
+    """Events through vLLM's publisher, and those of an engine with its own publisher."""
+    server = make_server(kv_events=True)
+    sent: list[Any] = []
+    server.scheduler.kv_event_publisher = SimpleNamespace(publish=sent.append, shutdown=lambda: 0)
+    serve_and_check(server, "a", prompt(1, 41), 1)
+    server.drain()
+    serve_and_check(server, "b", prompt(2, 5), 1)
+    payloads = [msgspec.msgpack.encode(batch) for batch in sent]
+    as_array = kv_events.KVCacheEvent.__struct_config__.array_like
+    stored = schema.BlockStored(
+        block_hashes=[1],
+        parent_block_hash=None,
+        token_ids=[1, 2, 3, 4],
+        block_size=4,
+        lora_id=None,
+        medium=schema.CPU,
+        lora_name=None,
+    )
+    removed = schema.BlockRemoved(block_hashes=[1], medium=schema.CPU)
+    own = schema.KVEventBatch(1.0, [stored, removed, schema.AllBlocksCleared()])
+    payloads.append(schema.BatchEncoder("array" if as_array else "map").encode(own))
+    decoded = [msgspec.msgpack.decode(data, type=kv_events.KVEventBatch) for data in payloads]
+    kinds = [type(event).__name__ for event in decoded.pop().events]
+    assert kinds == ["BlockStored", "BlockRemoved", "AllBlocksCleared"]
+    events = [event for batch in decoded for event in batch.events]
+    assert {event.medium for event in events} == {"GPU", "CPU"}
+    (on_host, *_) = (event for event in events if event.medium == "CPU")
+    assert on_host.token_ids == prompt(1, 41)[: len(on_host.token_ids)]
 
 
 def test_metrics_are_registered_with_vllm() -> None:
