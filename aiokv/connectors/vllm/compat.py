@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from aiokv.base.logs import Log
 from aiokv.errors import ConfigError
@@ -45,6 +46,11 @@ def check_version(version: str = vllm.__version__) -> None:
 def calculates_kv_scales(config: CacheConfig) -> bool:
     """Return True if each start computes other scales of KV; vLLM 0.28 removed this option."""
     return bool(getattr(config, "calculate_kv_scales", False))
+
+
+def announces_sleep() -> bool:
+    """Return True if vLLM resets its connector before it unmaps the KV cache, as since 0.33."""
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def is_non_causal(spec: KVCacheSpec) -> bool:

@@ -105,6 +105,17 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         self._drafts_with_layers = opening.drafts_with_layers(self._vllm_config)
 
+    def unregister_kv_caches(self) -> None:
+        """Check that no load is in flight before vLLM unmaps its KV cache.
+
+        vLLM resets the connector first, which waits for all transfers and forgets all blocks. When
+        it wakes up, the tensors have the same addresses, so nothing has to be registered again.
+
+        Raises:
+            UsageError: a load is in flight.
+        """
+        self._half_of_worker.check_idle()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Note the loads of this step."""
         self._half_of_worker.begin(
@@ -296,11 +307,11 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "scheduler for all ranks",
             hint="drop --distributed-executor-backend",
         )
-    if vllm_config.model_config.enable_sleep_mode:
+    if vllm_config.model_config.enable_sleep_mode and not compat.announces_sleep():
         raise ConfigError(
-            "enable_sleep_mode is set; vLLM unmaps the KV cache without notice to its connector, "
-            "which may be copying blocks",
-            hint="drop --enable-sleep-mode, or kv_transfer_config",
+            "enable_sleep_mode is set; this version of vLLM unmaps the KV cache without notice to "
+            "its connector, which may be copying blocks",
+            hint="install vLLM 0.33, or drop --enable-sleep-mode or kv_transfer_config",
         )
     if options.stores and compat.calculates_kv_scales(vllm_config.cache_config):
         raise ConfigError(
