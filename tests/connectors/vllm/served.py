@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 64, 128, 4, 2, 32, 512
 BLOCK_TOKENS: Final = 32
 DEVICE_BLOCKS: Final = 80
-_TIMEOUT: Final = 240.0  # seconds to start on a busy machine
+_TIMEOUT: Final = 600.0  # seconds to start on a busy machine
 
 
 def can_serve() -> bool:

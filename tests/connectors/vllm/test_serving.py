@@ -745,6 +745,19 @@ def test_ranks_over_sockets(make_server: MakeServer, num_ranks: int, tmp_path: P
     assert server.loaded(request) == 40
 
 
+def test_stages_of_a_pipeline_load_their_own_layers(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    extra = {"stores": [f"disk:{tmp_path}/{{rank}}?bytes=64MiB"], "store_wait_seconds": 60.0}
+    server = make_server(extra, num_stages=2)
+    tokens = evicted_prompt(server, 8)
+    assert server.loaded(serve_and_check(server, "b", tokens, 8)) == 40
+    server.drain()
+    server.close()
+    restarted = make_server(extra, num_stages=2)
+    assert restarted.loaded(serve_and_check(restarted, "c", tokens, 8)) == 40
+
+
 def test_server_goes_on_without_a_lost_rank(make_server: MakeServer) -> None:
     server = make_server(num_ranks=2)
     tokens = evicted_prompt(server, 4)
