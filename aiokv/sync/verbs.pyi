@@ -420,10 +420,10 @@ class LeaseVerbs:
 
         For blocks that are allocated ahead of work that may not arrive, such as the decode blocks
         of a request whose prefill runs on another server. A use ends the limit: a successful
-        ``commit``, ``append``, ``extend``, ``truncate``, ``fork``, ``snapshot``, ``preempt`` or
-        ``CacheEngine.computing`` of the lease, a call of ``receive`` or ``send``, and ``keep``.
-        Reading ``block_table`` or other properties does not. Another ``expire_after`` replaces the
-        limit.
+        ``commit``, ``append``, ``extend``, ``truncate``, ``fork``, ``snapshot``, ``preempt``,
+        ``CacheEngine.computing`` or ``CacheEngine.advance`` of the lease, a call of ``receive`` or
+        ``send``, and ``keep``. ``advance`` does not if it has no room for the lease. Reading
+        ``block_table`` or other properties does not. Another ``expire_after`` replaces the limit.
 
         The engine then releases the lease as ``release`` does: blocks that a batch or a transfer
         uses are given back when these have ended. Methods of an expired lease raise ``LeaseError``
