@@ -278,7 +278,7 @@ class CacheConfig:
                     raise ConfigError(
                         f"windows[{name!r}] has {field_name}={value}, and external_device is True: "
                         f"it must be {required}",
-                        hint="the server's groups share one pool of blocks, which host memory keeps",
+                        hint="all groups of the server share one pool, and have host copies",
                     )
         if self.write_policy == "write_back":
             raise ConfigError(

@@ -688,12 +688,14 @@ class Lease(Unique):
 
         Raises:
             LeaseError: the lease is not granted; the blocks of the first call, or those of a group,
-                do not cover the cached positions; or cached positions were dropped after the grant, by a reset or
-                because a copy was wrong: ``preempt``, then ``allocate`` again. Nothing changed.
+                do not cover the cached positions; or cached positions were dropped after the grant,
+                by a reset or because a copy was wrong: ``preempt``, then ``allocate`` again.
+                Nothing changed.
             UsageError: a block is out of range, is listed twice, or is a block of the lease
                 already; a transfer in flight uses a block into which cached positions would be
                 copied, or writes a block that the lease is to compute; ``computed_tokens`` is out
-                of range; a group is unknown, or has another number of ids; or the engine owns the device blocks. Nothing changed.
+                of range; a group is unknown, or has another number of ids; or the engine owns the
+                device blocks. Nothing changed.
             ClosedError: the engine is closed.
         """
         computed_tokens = checks.integer("computed_tokens", computed_tokens)
