@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from aiokv.base.plan import Priority
 from aiokv.base.state_guard import StateGuard
-from aiokv.base.types import LeaseState
+from aiokv.base.types import LeaseState, StepTokens
 from aiokv.errors import (
     BrokenEngineError,
     ClosedError,
@@ -586,8 +586,8 @@ class CacheScheduler:
         lease_id: int,
         block_ids: NDArray[np.int32],
         computed_tokens: int = 0,
+        onload_priority: int = Priority.DEMAND,
         group_ids: NDArray[np.int32] | None = None,
-        onload_priority: Priority = Priority.DEMAND,
     ) -> tuple[Grant, Effects]:
         """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
 
@@ -595,9 +595,9 @@ class CacheScheduler:
             lease_id: a granted lease.
             block_ids: ``[N]`` int32.
             computed_tokens: see ``Lease.assign``.
+            onload_priority: priority of the onloads.
             group_ids: ``[G * N]`` int32, a row per group of ``CacheConfig.windows``; None for no
                 ids.
-            onload_priority: priority of the onloads.
 
         Returns:
             The lease, and the onloads of it that are in flight: the first call begins one per
@@ -615,7 +615,7 @@ class CacheScheduler:
                 hint="CacheConfig(external_device=True, ...) for device blocks of a server",
             )
         grant = self._external.assign(
-            lease_id, block_ids, computed_tokens, group_ids, onload_priority
+            lease_id, block_ids, computed_tokens, onload_priority, group_ids
         )
         return grant, self._settle()
 
@@ -741,7 +741,8 @@ class CacheScheduler:
                 positions.
             UsageError: a token, a count or ``draft_tokens`` is out of range.
         """
-        refused = self._decoding.advance(lease_ids, tokens, width, counts, draft_tokens)
+        step_tokens = StepTokens(tokens, width, counts)
+        refused = self._decoding.advance(lease_ids, step_tokens, draft_tokens)
         if self._external is not None:
             self._external.settle()
         if self._waiters or self._salts is not None:
