@@ -873,11 +873,12 @@ class Lease(Unique):
         leases = record.leases
         leases.check_loop()
         lease_id = record.id or record.live_id()
+        if type(tokens) is not list:
+            tokens = as_tokens(tokens)
         if items:
-            array, triples = as_tokens(tokens), as_items(items)
-            leases.apply(leases.scheduler.append(lease_id, array, triples))
+            leases.apply(leases.scheduler.append(lease_id, tokens, as_items(items)))
         else:
-            leases.apply(leases.scheduler.append(lease_id, as_tokens(tokens)))
+            leases.apply(leases.scheduler.append(lease_id, tokens))
         if leases.timers:
             leases.used(lease_id)
 
