@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv._native import Core
-    from aiokv.base.plan import Priority
     from aiokv.scheduler.effects import Grant, Outbox
     from aiokv.scheduler.granting import Granting
     from aiokv.scheduler.pending import PendingBlocks
@@ -50,10 +49,11 @@ class ExternalBlocks:
         lease_id: int,
         block_ids: NDArray[np.int32],
         computed_tokens: int,
-        priority: Priority,
+        priority: int,
+        group_ids: NDArray[np.int32] | None,
     ) -> Grant:
-        """Append blocks to the table of a lease, and submit the onload that this begins."""
-        self._core.assign(lease_id, block_ids, computed_tokens)
+        """Append blocks to the table of a lease, and submit the onloads that this begins."""
+        self._core.assign(lease_id, block_ids, computed_tokens, group_ids)
         return self._granting.loading(lease_id, priority)
 
     def settle(self) -> None:

@@ -77,7 +77,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         windows=[
             (
                 group.device_blocks,
-                group.window_tokens,
+                group.retained_tokens + 1,
                 group.step_tokens or 0,
                 group.sink_tokens,
                 group.host_blocks,
@@ -114,7 +114,7 @@ class PlanMaker:
         windows_on_host = any(group.host_blocks for group in (windows or {}).values())
         self._saves_groups = saves_states or windows_on_host
 
-    def copy(self, transfer_id: int, route: Route, priority: Priority) -> TransferPlan:
+    def copy(self, transfer_id: int, route: Route, priority: int) -> TransferPlan:
         """Return the plan of a copy between the tiers, of any group.
 
         Args:

@@ -13,12 +13,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from aiokv.base.logs import join_log
-from aiokv.connectors.vllm import opening
+from aiokv.base.logs import Log, join_log
+from aiokv.connectors.vllm import compat, opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
 from aiokv.connectors.vllm.link import LoadQueue
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
+from aiokv.connectors.vllm.prefixes import why_prefixes_are_forbidden
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
 from aiokv.connectors.vllm.statistics import ConnectorStatistics, EngineCounts, PromMetrics
 from aiokv.errors import ConfigError
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.worker import WorkerHalf
     from aiokv.sync import SyncEngine
+
+log = Log(__name__)
 
 REPORT_SECONDS: Final = 1.0  # interval of reports on the stores, and of workers without loads
 
@@ -67,11 +70,16 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
+            compat.check_version()
             self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
             self._pool = VllmBlocks()
+            reason = why_prefixes_are_forbidden(vllm_config, kv_cache_config)
+            if reason is not None:
+                log.warning("vllm.prefixes_forbidden", reason=reason)
             self._scheduler = SchedulerHalf(
                 self._cache,
                 self._options,
+                is_active=reason is None,
                 block_tokens=opening.block_tokens_of(kv_cache_config),
                 pool=self._pool,
                 link=LoadQueue(
@@ -82,6 +90,11 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
             self._counts = EngineCounts()
         self._reported = 0.0
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a block that was not saved is computed again, so vLLM keeps all outputs."""
+        return False
 
     # --- worker half ------------------------------------------------------------------------------
 
@@ -277,7 +290,7 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "which may be copying blocks",
             hint="drop --enable-sleep-mode, or kv_transfer_config",
         )
-    if options.stores and vllm_config.cache_config.calculate_kv_scales:
+    if options.stores and compat.calculates_kv_scales(vllm_config.cache_config):
         raise ConfigError(
             "calculate_kv_scales is set, and stores has stores: each start of vLLM computes other "
             "scales, which stored blocks do not have",

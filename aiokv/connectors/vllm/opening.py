@@ -213,10 +213,9 @@ def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
 
 def block_bytes_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes per block, summed over all ranks."""
-    tensors: list[int] = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
-    num_blocks: int = kv_cache_config.num_blocks
+    pages = page_bytes_of(kv_cache_config.kv_cache_groups)
     num_ranks: int = vllm_config.parallel_config.world_size
-    return sum(tensors) // num_blocks * num_ranks
+    return sum(pages.values()) * num_ranks
 
 
 def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:

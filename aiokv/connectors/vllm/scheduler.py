@@ -30,6 +30,7 @@ from aiokv.connectors.vllm.prefills import PrefillClock
 from aiokv.connectors.vllm.requests import (
     CachedRequest,
     Onload,
+    Parameters,
     is_cacheable,
     names_of,
     prompt_of,
@@ -64,6 +65,7 @@ class SchedulerHalf:
     Args:
         cache: the engine.
         options: settings of the connector.
+        is_active: False to compute all requests without the cache.
         block_tokens: positions per block of vLLM.
         pool: vLLM's blocks.
         link: the loads in flight.
@@ -74,6 +76,7 @@ class SchedulerHalf:
         cache: HostCache,
         options: Options,
         *,
+        is_active: bool = True,
         block_tokens: int,
         pool: VllmBlocks,
         link: LoadQueue,
@@ -81,6 +84,7 @@ class SchedulerHalf:
         self._cache = cache
         self._pool = pool
         self._link = link
+        self._is_active = is_active
         self._block_tokens = block_tokens
         self._layerwise = options.load == "layerwise"
         self._follows_resets = options.follow_resets
@@ -153,23 +157,34 @@ class SchedulerHalf:
 
     def _match(self, request: Request, local: int) -> CachedRequest:
         """Return a request with a lease, or without one if it is computed without the cache."""
-        cached = CachedRequest(request, local=local, preemptions=request.num_preemptions)
-        if not self._cache.is_usable or not is_cacheable(request):
+        wishes = Parameters.of(request)
+        cached = CachedRequest(request, local, request.num_preemptions, wishes)
+        read = wishes.read and not request.skip_reading_prefix_cache
+        if not (read or wishes.write) or not self._serves(request):
             return cached
         tokens = prompt_of(request)
-        read = not request.skip_reading_prefix_cache
         calls = self._cache.calls()
-        lease = calls.match(tokens, read=read, owner=request.request_id, **names_of(request))
+        lease = calls.match(
+            tokens,
+            read=read,
+            write=wishes.write,
+            owner=request.request_id,
+            **names_of(request),
+        )
+        granted = len(tokens)
+        if wishes.max_load_tokens is not None:  # the hit ends before the last granted position
+            size = self._block_tokens
+            granted = min(granted, local + wishes.max_load_tokens // size * size + 1)
         future = None
         if self._wait_store and read:
             future = calls.allocate(
                 lease,
-                len(tokens),
+                granted,
                 wait_store=self._wait_store,
                 queued_tokens=self._queued_tokens(),
             )
         else:
-            calls.try_allocate(lease, len(tokens))
+            calls.try_allocate(lease, granted)
         answers = self._cache.run(calls)
         if self._cache.succeeded(answers, f"match of request {request.request_id}"):
             cached.lease, cached.granting = lease, future
@@ -179,6 +194,9 @@ class SchedulerHalf:
         else:
             self._cache.release_and_watch(lease)
         return cached
+
+    def _serves(self, request: Request) -> bool:
+        return self._is_active and self._cache.is_usable and is_cacheable(request)
 
     def _wait_for_decision(self, future: Future[Any]) -> None:
         began = time.monotonic()
@@ -273,7 +291,13 @@ class SchedulerHalf:
         if lease is not None:
             blocks = onload.end // self._block_tokens
             calls = self._cache.calls()
-            calls.assign(lease, cached.table[:blocks], computed_tokens=onload.first)
+            calls.assign(
+                lease,
+                cached.table[:blocks],
+                computed_tokens=onload.first,
+                # A step waits for its loads, so they are not copied behind other ones.
+                priority=0 if onload.in_step else cached.parameters.load_priority,
+            )
             answers = self._cache.run(calls)
             if self._cache.succeeded(answers, f"load of request {cached.request_id}"):
                 cached.assigned = blocks
@@ -406,7 +430,7 @@ class SchedulerHalf:
         committed = []
         for cached in requests:
             blocks = min(cached.computed // self._block_tokens, len(cached.table))
-            if blocks > cached.committed and cached.lease is not None:
+            if blocks > cached.committed and cached.lease is not None and cached.parameters.write:
                 answers = self._add_commit(calls, cached.lease, cached, blocks)
                 committed.append((cached, blocks, answers))
         if not committed and not self._cache.closes_steps_on_ranks:
