@@ -138,6 +138,11 @@ class CachedRequest:
         return str(self.request.request_id)
 
     @property
+    def waits_for_blocks(self) -> bool:
+        """True while vLLM waits for a load; it may name the blocks after the step was built."""
+        return bool(self.request.status.name == "WAITING_FOR_REMOTE_KVS")
+
+    @property
     def was_preempted(self) -> bool:
         """True if vLLM has taken the blocks of the request since the match."""
         return bool(self.request.num_preemptions != self.preemptions)

@@ -313,8 +313,9 @@ class SchedulerHalf:
         """Return the message to the workers for a step that was scheduled."""
         self._drop_preempted()
         for cached in self._matched:
-            if not cached.table and cached.granting is None and not cached.ended:
-                self._leave(cached)  # not scheduled: do not keep its blocks in host memory
+            is_scheduled = cached.table or cached.waits_for_blocks
+            if not is_scheduled and cached.granting is None and not cached.ended:
+                self._leave(cached)  # do not keep its blocks in host memory
         self._matched.clear()
         for cached in self._finishing:
             self._leave_lease(cached)  # vLLM has not reported the end of its last step

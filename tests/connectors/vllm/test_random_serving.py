@@ -214,6 +214,10 @@ class Walk:
 @pytest.mark.parametrize("mode", MODES)
 def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     walk = Walk(seed, MODES[mode], monkeypatch)
+    if "layerwise, async scheduling" in mode:
+        # Newer versions free blocks only when the step in flight has ended. The connector does not
+        # depend on it.
+        walk.server.scheduler.defer_block_free = False
     try:
         for _ in range(STEPS):
             walk.act()

@@ -141,6 +141,26 @@ def test_evicted_prompt_is_loaded(make_server: MakeServer, layout: str, load: st
     assert server.loaded(request) == 40
 
 
+def test_blocks_of_a_load_may_be_named_after_the_step_was_built(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 defers loads whose blocks a step in flight still reads."""
+    server = make_server()
+    tokens = evicted_prompt(server, 4)
+    connector, late = server.connector, []
+    allocated, build = connector.update_state_after_alloc, connector.build_connector_meta
+
+    def build_first(output: Any) -> Any:
+        message = build(output)
+        while late:
+            allocated(*late.pop(0))
+        return message
+
+    monkeypatch.setattr(connector, "update_state_after_alloc", lambda *args: late.append(args))
+    monkeypatch.setattr(connector, "build_connector_meta", build_first)
+    assert server.loaded(serve_and_check(server, "late", tokens, 4)) == 40
+
+
 def test_each_turn_loads_all_turns_before(make_server: MakeServer) -> None:
     server = make_server()
     tokens = prompt(1, 30)
