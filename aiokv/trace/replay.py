@@ -592,8 +592,7 @@ def _hit_tokens(run: _Run) -> dict[str, int]:
 
 def _memory(run: _Run, rss_before: int) -> MemoryReport:
     statistics = run.statistics
-    # Nearly all blocks of the smaller tier are also in the larger one.
-    cached_blocks = max(statistics.attention.device.cached, statistics.attention.host.cached)
+    cached_blocks = statistics.nodes - 1  # without the root
     return MemoryReport(
         rss_delta_bytes=run.rss_bytes - rss_before,
         cached_blocks=cached_blocks,

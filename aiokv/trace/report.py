@@ -33,7 +33,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rss_delta_bytes: growth of the resident memory from before the engine was made to after the
             replay.
-        cached_blocks: cached blocks at the end, in the tier that has more.
+        cached_blocks: cached blocks at the end. A block on both tiers counts once.
         index_bytes: memory of the index and the pools by their own counters, without token ids.
         token_bytes: memory of the token ids.
         index_bytes_per_block: ``index_bytes / cached_blocks``.
