@@ -1,6 +1,6 @@
 """Time that the connector adds to vLLM's scheduler, in one process, with the scheduler of vLLM.
 
-``.venv-vllm-VERSION/bin/python -m bench.vllm_scheduler``, after ``make test-vllm``, runs the requests
+``.venv-vllm-0.22.1/bin/python -m bench.vllm_scheduler``, of ``make test-vllm``, runs the requests
 with and without ``AiokvConnector``, and no model: each step returns one token per request. Measured
 is the CPU time of the scheduler's thread and of the engine's thread within ``schedule()`` and
 ``update_from_output()``. It includes work of the engine that the scheduler does not wait for, and
