@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from aiokv.base.plan import Priority
 from aiokv.base.state_guard import StateGuard
-from aiokv.base.types import LeaseState, StepTokens
+from aiokv.base.types import LeaseState, StepTokens, as_tokens
 from aiokv.errors import (
     BrokenEngineError,
     ClosedError,
@@ -587,11 +587,21 @@ class CacheScheduler:
         block_ids: NDArray[np.int32],
         computed_tokens: int = 0,
         onload_priority: int = Priority.DEMAND,
+        group_ids: NDArray[np.int32] | None = None,
     ) -> tuple[Grant, Effects]:
         """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
 
+        Args:
+            lease_id: a granted lease.
+            block_ids: ``[N]`` int32.
+            computed_tokens: see ``Lease.assign``.
+            onload_priority: priority of the onloads.
+            group_ids: ``[G * N]`` int32, a row per group of ``CacheConfig.windows``; None for no
+                ids.
+
         Returns:
-            The lease, and the onloads of it that are in flight: the first call begins one.
+            The lease, and the onloads of it that are in flight: the first call begins one per
+            group.
 
         Raises:
             LeaseError: the lease is not granted; or its cached blocks were dropped after the grant,
@@ -604,31 +614,39 @@ class CacheScheduler:
                 "assign: CacheConfig.external_device is False, so allocate names the device blocks",
                 hint="CacheConfig(external_device=True, ...) for device blocks of a server",
             )
-        grant = self._external.assign(lease_id, block_ids, computed_tokens, onload_priority)
+        grant = self._external.assign(
+            lease_id, block_ids, computed_tokens, onload_priority, group_ids
+        )
         return grant, self._settle()
 
     def append(
         self,
         lease_id: int,
-        tokens: NDArray[np.int32],
+        tokens: NDArray[np.int32] | list[int],
         items: Sequence[tuple[bytes, int, int]] = (),
     ) -> Done:
         """Set the tokens of the next positions, so that they can be indexed.
 
         Args:
             lease_id: a granted lease.
-            tokens: ``[N]`` int32.
+            tokens: ``[N]`` int32, or a list.
             items: (content hash, offset in the prompt, length) of each item among these positions.
 
         Raises:
             LeaseError: the lease has fewer positions left than ``tokens``.
-            UsageError: an item is outside these positions or out of order.
+            UsageError: an item is outside these positions or out of order; or an element of a list
+                is not an integer of int32.
         """
         try:
             if items:
-                self._core.append_items(lease_id, tokens, items)
-            else:
+                self._core.append_items(lease_id, as_tokens(tokens), items)
+                return None, self._outbox.pending
+            try:
                 self._core.append(lease_id, tokens)
+                return None, self._outbox.pending
+            except TypeError:  # an element of the list is not an `int` of int32
+                pass
+            self._core.append(lease_id, as_tokens(tokens))
             return None, self._outbox.pending
         except BaseException as error:
             self.errors.note(error)

@@ -70,6 +70,7 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
         device_.use_in(std::span(lease.table).subspan(used, config_.blocks_for(computed) - used),
                        step);
         windows_.use_computed(lease, computed, step);
+        external_.groups().use_computed(lease, config_.blocks_for(computed), step);
     }
     lease.computed_blocks +=
         config_.blocks_for(computed) - config_.blocks_for(lease.computed_tokens);
@@ -130,11 +131,8 @@ std::uint32_t Publication::publish(Lease& lease) {
     }
     // The first proven copy is kept: if a block is indexed already, the lease's copy stays private,
     // unless the index has no copy on the device.
-    std::uint32_t published = 0;
-    residency_.publish(lease, old, [&](NodeId node) {
-        saver_.count_use(node);
-        ++published;
-    });
+    const std::uint32_t published = residency_.publish(
+        lease, old, [this](NodeId id, const Node& node) { saver_.note_uses(id, node.uses); });
     if (!lease.recurrent.snapshots.empty()) state_.attach_snapshots(lease);
     if (!lease.windows.empty()) windows_.publish(lease, first);
     announce(lease);
