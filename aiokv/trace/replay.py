@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv import CacheConfig, CacheEngine
+from aiokv.base.memory import available_bytes
 from aiokv.config.cache_config import (  # msgspec reads the annotations
     DEFAULT_EVICTION_POLICY,
     EVICTION_POLICIES,
@@ -38,7 +39,6 @@ from aiokv.trace.report import (
     PolicyPoint,
     ReplayReport,
     TrafficReport,
-    available_bytes,
     percentiles_us,
     resident_bytes,
 )

@@ -277,12 +277,3 @@ def resident_bytes() -> int:
     """Return the resident set size of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGESIZE")
-
-
-def available_bytes() -> int:
-    """Return the bytes of memory that can be allocated without swapping."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) << 10
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = [
-        f"test_{name}.py" for name in ("compat", "prefills", "random_serving", "serving", "tensors")
-    ]
+    names = ("compat", "prefills", "random_serving", "registration", "serving", "tensors")
+    collect_ignore_glob = [f"test_{name}.py" for name in names]
 else:
     with warnings.catch_warnings():  # of the libraries that vLLM imports
         warnings.simplefilter("ignore")
@@ -38,3 +37,11 @@ def _no_offered_tensors() -> None:
     from aiokv.connectors.vllm import tensors_here
 
     tensors_here.clear()
+
+
+@pytest.fixture(autouse=True)
+def _reports_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        from aiokv.connectors.vllm import connector
+
+        monkeypatch.setattr(connector, "REPORT_SECONDS", 0.0)
