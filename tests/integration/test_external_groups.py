@@ -401,6 +401,28 @@ async def test_restart_continues_from_groups_on_disk(names, tmp_path):
         assert second.counts("fetched_blocks") == needed
 
 
+async def test_copies_that_a_store_brings_during_their_save_are_kept():
+    store = ScriptedStore()
+    async with GroupCache("near", stores=[store]) as cache:
+        await cache.store_request(A)
+    async with GroupCache("near", stores=[ScriptedStore(objects=store.objects)]) as cache:
+        lease = await cache.compute_request(A, 0)
+        await run_until_idle(lambda: len(cache.copies(OFFLOAD)) == 2)
+        for copy in cache.copies(OFFLOAD):
+            if copy.group == "attention":
+                copy.complete_all()
+        await run_until_idle(lambda: cache.statistics.attention.offloaded_blocks == 6)
+        other = await cache.granted(A, wait_store=math.inf)
+        assert other.cached_tokens == 24
+        assert len(cache.copies(OFFLOAD)) == 1
+        await cache.finish()
+        assert cache.counts("fetched_blocks") == {"near": 2}
+        assert cache.counts("offloaded_blocks") == {"near": 4}
+        lease.release()
+        other.release()
+        assert await cache.check_cached(A, 1) == 6
+
+
 async def test_damaged_copy_of_a_group_makes_the_hit_shorter():
     store = ScriptedStore()
     async with GroupCache("mamba", stores=[store]) as cache:
