@@ -587,11 +587,21 @@ class CacheScheduler:
         block_ids: NDArray[np.int32],
         computed_tokens: int = 0,
         onload_priority: int = Priority.DEMAND,
+        group_ids: NDArray[np.int32] | None = None,
     ) -> tuple[Grant, Effects]:
         """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
 
+        Args:
+            lease_id: a granted lease.
+            block_ids: ``[N]`` int32.
+            computed_tokens: see ``Lease.assign``.
+            onload_priority: priority of the onloads.
+            group_ids: ``[G * N]`` int32, a row per group of ``CacheConfig.windows``; None for no
+                ids.
+
         Returns:
-            The lease, and the onloads of it that are in flight: the first call begins one.
+            The lease, and the onloads of it that are in flight: the first call begins one per
+            group.
 
         Raises:
             LeaseError: the lease is not granted; or its cached blocks were dropped after the grant,
@@ -604,7 +614,9 @@ class CacheScheduler:
                 "assign: CacheConfig.external_device is False, so allocate names the device blocks",
                 hint="CacheConfig(external_device=True, ...) for device blocks of a server",
             )
-        grant = self._external.assign(lease_id, block_ids, computed_tokens, onload_priority)
+        grant = self._external.assign(
+            lease_id, block_ids, computed_tokens, onload_priority, group_ids
+        )
         return grant, self._settle()
 
     def append(

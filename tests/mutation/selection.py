@@ -78,6 +78,7 @@ EXTERNAL = (
     "integration/test_external_ids.py",
     "integration/test_external_failures.py",
     "integration/test_external_control.py",
+    "integration/test_external_groups.py",
 )
 
 # By the longest prefix of a path; EVERYTHING runs for each mutant that survives these tests.
@@ -402,6 +403,10 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "native/src/index/external_blocks.cpp": (
         *EXTERNAL,
         "property/test_external_blocks_machine.py",
+        "property/test_external_engine_walks.py",
+    ),
+    "native/src/index/external_groups.cpp": (
+        "integration/test_external_groups.py",
         "property/test_external_engine_walks.py",
     ),
     "native/src/index/external_saves.cpp": (
