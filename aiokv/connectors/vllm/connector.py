@@ -105,6 +105,17 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         self._drafts_with_layers = opening.drafts_with_layers(self._vllm_config)
 
+    def unregister_kv_caches(self) -> None:
+        """Check that no load is in flight before vLLM unmaps its KV cache.
+
+        vLLM resets the connector first, which waits for all transfers and forgets all blocks. When
+        it wakes up, the tensors have the same addresses, so nothing has to be registered again.
+
+        Raises:
+            UsageError: a load is in flight.
+        """
+        self._half_of_worker.check_idle()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Note the loads of this step."""
         self._half_of_worker.begin(
@@ -177,6 +188,19 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Begin the load of a request into its new blocks."""
         (block_ids,) = blocks.get_block_ids()
         self._half_of_scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Return the loaded tokens of a request by source, for vLLM's metrics."""
+        fetched = 0
+        if self._options.stores:
+            fetched = self._half_of_scheduler.fetched_tokens(request)
+        return compat.hit_sources(
+            num_external_tokens,
+            min(fetched, num_external_tokens),
+            from_disk=all(url.startswith(("disk:", "directory:")) for url in self._options.stores),
+        )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers."""
@@ -269,9 +293,8 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
     """
     parallel = vllm_config.parallel_config
     for name, hint in (
-        ("pipeline_parallel_size", "use tensor parallelism"),
-        ("decode_context_parallel_size", "use tensor parallelism only"),
-        ("prefill_context_parallel_size", "use tensor parallelism only"),
+        ("decode_context_parallel_size", "use tensor, pipeline or data parallelism"),
+        ("prefill_context_parallel_size", "use tensor, pipeline or data parallelism"),
         ("nnodes", "use ranks of one node; the connector's socket is local"),
     ):
         if getattr(parallel, name, 1) > 1:
@@ -284,11 +307,11 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "scheduler for all ranks",
             hint="drop --distributed-executor-backend",
         )
-    if vllm_config.model_config.enable_sleep_mode:
+    if vllm_config.model_config.enable_sleep_mode and not compat.announces_sleep():
         raise ConfigError(
-            "enable_sleep_mode is set; vLLM unmaps the KV cache without notice to its connector, "
-            "which may be copying blocks",
-            hint="drop --enable-sleep-mode, or kv_transfer_config",
+            "enable_sleep_mode is set; this version of vLLM unmaps the KV cache without notice to "
+            "its connector, which may be copying blocks",
+            hint="install vLLM 0.33, or drop --enable-sleep-mode or kv_transfer_config",
         )
     if options.stores and compat.calculates_kv_scales(vllm_config.cache_config):
         raise ConfigError(
@@ -314,6 +337,12 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
                 f"the KV cache is of the kind {type(kind).__name__}; AiokvConnector serves full "
                 "attention (MHA, GQA, MLA), whose blocks stay until a request ends"
             )
+    if options.load == "layerwise" and parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f'load is "layerwise" and pipeline_parallel_size is {parallel.pipeline_parallel_size}: '
+            "a load could overwrite blocks that a step in the pipeline still uses",
+            hint='set "load": "async"',
+        )
     if options.load == "layerwise" and vllm_config.scheduler_config.async_scheduling:
         if not opening.is_in_process(vllm_config, options):
             raise ConfigError(

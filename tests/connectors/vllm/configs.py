@@ -32,6 +32,8 @@ from vllm.v1.kv_cache_interface import (
 from tests.connectors.vllm.runner import DIM, HEADS, LAYER_NAMES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 BLOCK_TOKENS: Final = 4
@@ -88,7 +90,12 @@ def tensor_of(name: str, spec: KVCacheSpec, num_blocks: int) -> KVCacheTensor:
     )
 
 
-def kv_cache_config(layout: str, num_blocks: int, spec: KVCacheSpec | None = None) -> KVCacheConfig:
+def kv_cache_config(
+    layout: str,
+    num_blocks: int,
+    spec: KVCacheSpec | None = None,
+    names: Sequence[str] = LAYER_NAMES,
+) -> KVCacheConfig:
     """Return the configuration of vLLM for the tensors of a runner."""
     if spec is None and layout == "latent":
         spec = MLAAttentionSpec(
@@ -100,8 +107,8 @@ def kv_cache_config(layout: str, num_blocks: int, spec: KVCacheSpec | None = Non
         )
     return KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[tensor_of(name, spec, num_blocks) for name in LAYER_NAMES],
-        kv_cache_groups=[KVCacheGroupSpec(list(LAYER_NAMES), spec)],
+        kv_cache_tensors=[tensor_of(name, spec, num_blocks) for name in names],
+        kv_cache_groups=[KVCacheGroupSpec(list(names), spec)],
     )
 
 
@@ -109,6 +116,7 @@ def vllm_config(
     *,
     extra: dict[str, Any] | None,
     num_ranks: int = 1,
+    num_stages: int = 1,
     num_blocks: int = 40,
     max_seqs: int = 8,
     max_tokens_per_step: int = 24,
@@ -124,6 +132,7 @@ def vllm_config(
     Args:
         extra: ``kv_connector_extra_config``; None for no connector.
         num_ranks: ranks of tensor parallelism.
+        num_stages: stages of pipeline parallelism.
         num_blocks: device blocks.
         max_seqs: running requests.
         max_tokens_per_step: tokens per step.
@@ -135,7 +144,7 @@ def vllm_config(
         kv_events: whether vLLM publishes KV events.
     """
     model = model_config()
-    parallel = ParallelConfig(tensor_parallel_size=num_ranks)
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages)
     drafts = None
     if num_drafts or draft_method == "eagle":
         drafts = SpeculativeConfig(
@@ -180,5 +189,5 @@ def vllm_config(
         drafts.num_speculative_tokens = num_drafts  # 0: the draft model only has KV
     # The platform of a CPU changes these. The runners of the tests serve what a GPU does.
     config.scheduler_config.async_scheduling = async_scheduling
-    parallel.distributed_executor_backend = "uni" if num_ranks == 1 else "mp"
+    parallel.distributed_executor_backend = "uni" if num_ranks * num_stages == 1 else "mp"
     return config

@@ -173,6 +173,8 @@ class Runner:
 
     def _call_layers(self, connector: AiokvConnector, names: list[str]) -> None:
         for name in names:
+            if name not in self.kv_caches:
+                continue  # of another stage
             connector.wait_for_layer_load(name)
             connector.save_kv_layer(name, self.kv_caches[name], None)
 
