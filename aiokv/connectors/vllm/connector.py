@@ -6,16 +6,16 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config import CUDAGraphMode
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    SinkFullAttentionSpec,
-    UniformTypeKVCacheSpecs,
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
 )
 
 from aiokv.base.logs import join_log
 from aiokv.connectors.vllm import opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
+from aiokv.connectors.vllm.groups import KVGroups
 from aiokv.connectors.vllm.link import LoadQueue
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 REPORT_SECONDS: Final = 1.0  # interval of reports on the stores, and of workers without loads
 
 
-class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Host memory and stores of aiokv as further tiers below vLLM's KV cache.
 
     vLLM makes one object per role; the scheduler half decides, the worker halves copy. Settings:
@@ -63,19 +64,21 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         join_log("vllm")
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
-        check_config(vllm_config, kv_cache_config, self._options)
+        check_config(vllm_config, self._options)
+        groups = KVGroups.of(kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
+            self._cache = opening.open_cache(vllm_config, kv_cache_config, groups, self._options)
             self._pool = VllmBlocks()
             self._scheduler = SchedulerHalf(
                 self._cache,
                 self._options,
-                block_tokens=opening.block_tokens_of(kv_cache_config),
+                groups=groups,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 pool=self._pool,
                 link=LoadQueue(
-                    opening.block_bytes_of(vllm_config, kv_cache_config),
+                    opening.block_bytes_of(vllm_config, groups),
                     self._cache.load_rate,
                     self._options.step_wait_seconds,
                 ),
@@ -88,7 +91,11 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the tensors of this worker."""
         self._worker = opening.worker_half(
-            self._vllm_config, self._kv_cache_config, self._options, kv_caches
+            self._vllm_config,
+            self._kv_cache_config,
+            KVGroups.of(self._kv_cache_config),
+            self._options,
+            kv_caches,
         )
         self._drafts_with_layers = opening.drafts_with_layers(self._vllm_config)
 
@@ -122,8 +129,14 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return the requests whose loads have ended; no request waits for a save."""
         return None, self._half_of_worker.take_loaded() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose loads have ended, and those that vLLM computes anew."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._half_of_worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks whose loads have failed."""
+        """Return blocks whose loads have failed; none with several groups."""
         return self._half_of_worker.take_failed()
 
     def clear_connector_metadata(self) -> None:
@@ -162,8 +175,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Begin the load of a request into its new blocks."""
-        (block_ids,) = blocks.get_block_ids()
-        self._half_of_scheduler.allocated(request, block_ids, num_external_tokens)
+        self._half_of_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers."""
@@ -181,6 +193,12 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Note the end of a request; vLLM may free its blocks at once."""
         self._half_of_scheduler.finished(request)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Note the end of a request; vLLM may free its blocks of all groups at once."""
+        return self.request_finished(request, [])
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the changes of the blocks in host memory since the last call."""
@@ -248,7 +266,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._cache.close()
 
 
-def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options) -> None:
+def check_config(vllm_config: VllmConfig, options: Options) -> None:
     """Refuse what the connector does not serve.
 
     Raises:
@@ -283,24 +301,6 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "scales, which stored blocks do not have",
             hint="drop --calculate-kv-scales, or stores",
         )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(
-            f"the model has {len(groups)} KV cache groups ({kinds}); AiokvConnector serves one",
-            hint="--disable-hybrid-kv-cache-manager makes one group of full attention and sliding "
-            "windows; models with recurrent state are not served",
-        )
-    spec = groups[0].kv_cache_spec
-    kinds_of = (
-        spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-    )
-    for kind in kinds_of:
-        if not isinstance(kind, FullAttentionSpec) or isinstance(kind, SinkFullAttentionSpec):
-            raise ConfigError(
-                f"the KV cache is of the kind {type(kind).__name__}; AiokvConnector serves full "
-                "attention (MHA, GQA, MLA), whose blocks stay until a request ends"
-            )
     if options.load == "layerwise" and vllm_config.scheduler_config.async_scheduling:
         if not opening.is_in_process(vllm_config, options):
             raise ConfigError(

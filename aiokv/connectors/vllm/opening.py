@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.config.cache_config import CacheConfig
+from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.connectors.vllm import tensors_here
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.events import EventCollector
@@ -23,12 +23,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from aiokv.connectors.vllm.groups import KVGroups, Retention
     from aiokv.connectors.vllm.options import Options
     from aiokv.connectors.vllm.worker import Source
 
 
+HOST_SHARES: Final[dict[Retention, float]] = {"all": 1.0, "window": 1.0, "last": 0.25}
+"""Blocks of a side group in host memory per block of the main group.
+
+A state is saved where a step ends, at most once per block, and most often once per prompt.
+"""
+
+
 def open_cache(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: KVGroups, options: Options
 ) -> HostCache:
     """Open the engine of a scheduler half.
 
@@ -41,7 +49,7 @@ def open_cache(
     """
     engine_id = engine_id_of(vllm_config)
     num_ranks = vllm_config.parallel_config.world_size
-    config = cache_config(vllm_config, kv_cache_config, options)
+    config = cache_config(vllm_config, kv_cache_config, groups, options)
     tensors = tensors_here.take(engine_id) if is_in_process(vllm_config, options) else None
     if tensors is not None:
         engine = SyncEngine(
@@ -67,7 +75,7 @@ def open_cache(
 
 
 def cache_config(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: KVGroups, options: Options
 ) -> CacheConfig:
     """Return the configuration of the engine.
 
@@ -75,21 +83,35 @@ def cache_config(
         ConfigError: a setting is wrong, or host memory is less than one block.
     """
     num_ranks = vllm_config.parallel_config.world_size
-    block_bytes = block_bytes_of(vllm_config, kv_cache_config)
     with_stores = bool(options.stores)
-    block_bytes = pitch_bytes(block_bytes // num_ranks, with_stores=with_stores) * num_ranks
-    host_blocks = options.host_bytes // block_bytes
+    block_bytes = sum(
+        pitch_bytes(one_block, with_stores=with_stores) * share
+        for one_block, share in (
+            (groups.block_bytes, 1.0),
+            *((side.block_bytes, HOST_SHARES[side.retention]) for side in groups.sides),
+        )
+    )
+    host_blocks = int(options.host_bytes // (block_bytes * num_ranks))
     if host_blocks == 0:
         raise ConfigError(
             f"host memory of {options.host_bytes} bytes is less than one block, which has "
-            f"{block_bytes} bytes over all ranks",
+            f"{block_bytes * num_ranks:.0f} bytes over all ranks and groups",
             hint="set host_gib or cpu_bytes_to_use to more",
         )
     return CacheConfig(
         external_device=True,
         device_blocks=kv_cache_config.num_blocks,
-        block_tokens=block_tokens_of(kv_cache_config),
+        block_tokens=groups.block_tokens,
         host_blocks=host_blocks,
+        windows={
+            side.name: WindowGroup(
+                retention=side.retention,
+                window_tokens=side.window_tokens or None,
+                device_blocks=kv_cache_config.num_blocks,
+                host_blocks=max(int(host_blocks * HOST_SHARES[side.retention]), 1),
+            )
+            for side in groups.sides
+        },
         write_policy=options.write_policy,
         eviction_policy=options.eviction_policy,
         min_onload_tokens=options.min_load_tokens,
@@ -139,6 +161,7 @@ def _facts(value: Any) -> Any:
 def worker_half(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
+    groups: KVGroups,
     options: Options,
     kv_caches: dict[str, torch.Tensor],
 ) -> WorkerHalf:
@@ -155,7 +178,7 @@ def worker_half(
         )
         if name not in pages and owner is not None:
             pages[name] = pages[owner]
-    layers = LayerTensors(kv_caches, pages, kv_cache_config.num_blocks)
+    layers = LayerTensors(kv_caches, pages, kv_cache_config.num_blocks, groups)
     engine_id = engine_id_of(vllm_config)
     num_ranks = vllm_config.parallel_config.world_size
     rank = vllm_config.parallel_config.rank
@@ -177,6 +200,7 @@ def worker_half(
         source,
         options.transfer_timeout_seconds,
         is_async=vllm_config.scheduler_config.async_scheduling,
+        has_sides=bool(groups.sides),
     )
 
 
@@ -211,18 +235,10 @@ def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
     return [url.replace("{rank}", str(rank)) for url in options.stores]
 
 
-def block_bytes_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Return the bytes per block, summed over all ranks."""
-    tensors: list[int] = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
-    num_blocks: int = kv_cache_config.num_blocks
-    num_ranks: int = vllm_config.parallel_config.world_size
-    return sum(tensors) // num_blocks * num_ranks
-
-
-def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
-    """Return the positions per block."""
-    (group,) = kv_cache_config.kv_cache_groups
-    return int(group.kv_cache_spec.block_size)
+def block_bytes_of(vllm_config: VllmConfig, groups: KVGroups) -> int:
+    """Return the bytes per block of all groups, summed over all ranks."""
+    block_bytes = groups.block_bytes + sum(side.block_bytes for side in groups.sides)
+    return block_bytes * int(vllm_config.parallel_config.world_size)
 
 
 def engine_id_of(vllm_config: VllmConfig) -> str:

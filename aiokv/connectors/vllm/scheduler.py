@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aiokv.base.logs import Log
+from aiokv.connectors.vllm import compat
 from aiokv.connectors.vllm.blocks import FreedBlocks
+from aiokv.connectors.vllm.groups import NO_BLOCK
 from aiokv.connectors.vllm.messages import Load, StepMetadata
 from aiokv.connectors.vllm.prefills import PrefillClock
 from aiokv.connectors.vllm.requests import (
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.blocks import VllmBlocks
     from aiokv.connectors.vllm.cache import HostCache
+    from aiokv.connectors.vllm.groups import KVGroups
     from aiokv.connectors.vllm.link import LoadQueue
     from aiokv.connectors.vllm.options import Options
     from aiokv.sync import Answer, Calls, SyncLease
@@ -64,7 +67,8 @@ class SchedulerHalf:
     Args:
         cache: the engine.
         options: settings of the connector.
-        block_tokens: positions per block of vLLM.
+        groups: the groups of vLLM's KV cache.
+        step_tokens: most positions that a step of vLLM computes.
         pool: vLLM's blocks.
         link: the loads in flight.
     """
@@ -74,14 +78,17 @@ class SchedulerHalf:
         cache: HostCache,
         options: Options,
         *,
-        block_tokens: int,
+        groups: KVGroups,
+        step_tokens: int,
         pool: VllmBlocks,
         link: LoadQueue,
     ) -> None:
         self._cache = cache
         self._pool = pool
         self._link = link
-        self._block_tokens = block_tokens
+        self._groups = groups
+        self._step_tokens = step_tokens
+        self._block_tokens = groups.block_tokens
         self._layerwise = options.load == "layerwise"
         self._follows_resets = options.follow_resets
         self._wait_store = options.store_wait_seconds if options.stores else 0.0
@@ -143,7 +150,7 @@ class SchedulerHalf:
             return False
         return self._link.suits_step(
             found // self._block_tokens,
-            deferred_blocks=sum(len(self._targets(other)) for other in self._deferred),
+            deferred_blocks=sum(self._num_loading(other) for other in self._deferred),
             has_others=self._computes_more
             or any(
                 other.last_step == self._step and other is not cached
@@ -202,8 +209,10 @@ class SchedulerHalf:
         size = self._block_tokens
         # vLLM computes at least the last position, for its logits.
         last = (cached.request.num_tokens - 1) // size * size
-        end = min(lease.cached_tokens // size * size, last)
-        return int(max(end - cached.local, 0))
+        end = lease.cached_tokens // size * size
+        if end > last and self._groups.sides:
+            return 0  # the other groups have what they need at the end of the hit only
+        return int(max(min(end, last) - cached.local, 0))
 
     def _has_room(self, cached: CachedRequest) -> bool:
         """Return False if requests that hold loaded blocks might wait for one another.
@@ -219,24 +228,26 @@ class SchedulerHalf:
         ]
         if not waiting:
             return True  # vLLM's own check suffices
-        needed = sum(self._blocks_of(other) - len(other.table) for other in waiting)
+        needed = sum(self._blocks_of(other) - len(other.tables.ids()) for other in waiting)
         return needed + self._blocks_of(cached) <= self._pool.num_free
 
     def _blocks_of(self, cached: CachedRequest) -> int:
-        return int(-(-(cached.request.num_tokens + 1) // self._block_tokens))
+        return self._groups.most_blocks(cached.request.num_tokens + 1, self._step_tokens)
 
-    def allocated(self, request: Request, block_ids: Sequence[int], num_loaded: int) -> None:
-        """Note the blocks of a request, and begin its load."""
+    def allocated(
+        self, request: Request, block_ids: Sequence[Sequence[int]], num_loaded: int
+    ) -> None:
+        """Note the blocks of a request in all groups, and begin its load."""
         self._sweep()
         cached = self._requests.get(request.request_id)
         if cached is None:
             return
-        cached.table = list(block_ids)
+        cached.tables.set(self._groups, block_ids)
         self._computes_more |= num_loaded == 0 or cached.loads_in_step
         if num_loaded == 0:
             return
         first = cached.local
-        cached.onload = Onload(first, first + num_loaded, cached.loads_in_step)
+        cached.onload = Onload(first, first + num_loaded, cached.loads_in_step, self._step)
         if cached.loads_in_step:
             self._wait_until_unused(self._targets(cached))
         self._begin_or_defer(cached)
@@ -247,19 +258,27 @@ class SchedulerHalf:
         With asynchronous scheduling, a request may have ended while its next step is computed.
         """
         self._wait_for_transfers(block_ids)
-        step = self._freed.step_with(block_ids)
-        if step:
+        step = self._step if self._groups.sides else self._freed.step_with(block_ids)
+        if step > self._freed.ended_step:
             self._cache.wait_computed(step)
 
     def _targets(self, cached: CachedRequest) -> list[int]:
         onload = cached.onload
         assert onload is not None
         size = self._block_tokens
-        return cached.table[onload.first // size : onload.end // size]
+        return cached.tables.ids(onload.first // size, onload.end // size)
+
+    def _num_loading(self, cached: CachedRequest) -> int:
+        assert cached.onload is not None
+        return (cached.onload.end - cached.onload.first) // self._block_tokens
 
     def _begin_or_defer(self, cached: CachedRequest) -> None:
         assert cached.onload is not None
-        if not cached.onload.in_step and self._freed.are_used(self._targets(cached)):
+        # A step in flight may read blocks of windows and states that vLLM has freed since.
+        waits_for_step = self._groups.sides and self._freed.ended_step < cached.onload.after_step
+        if not cached.onload.in_step and (
+            waits_for_step or self._freed.are_used(self._targets(cached))
+        ):
             self._deferred.append(cached)
         else:
             self._begin(cached)
@@ -273,13 +292,18 @@ class SchedulerHalf:
         if lease is not None:
             blocks = onload.end // self._block_tokens
             calls = self._cache.calls()
-            calls.assign(lease, cached.table[:blocks], computed_tokens=onload.first)
+            calls.assign(
+                lease,
+                cached.table[:blocks],
+                computed_tokens=onload.first,
+                groups=cached.tables.sides_of_hit(self._groups, blocks),
+            )
             answers = self._cache.run(calls)
             if self._cache.succeeded(answers, f"load of request {cached.request_id}"):
                 cached.assigned = blocks
                 layers = lease.layers
                 self._cache.note_load(layers)
-                self._link.add(layers, len(targets))
+                self._link.add(layers, self._num_loading(cached))
                 load = Load(cached.request_id, layers.transfer_ids, targets, onload.in_step)
             else:
                 self._leave_lease(cached)
@@ -297,6 +321,8 @@ class SchedulerHalf:
         self._finishing.clear()
         self._step += 1
         written = self._record(output)
+        if self._groups.sides:
+            compat.leave_unzeroed(output, self._loading_blocks())
         self._wait_for_transfers(written)
         deferred, self._deferred = self._deferred, []
         for cached in deferred:
@@ -319,30 +345,48 @@ class SchedulerHalf:
         record: list[tuple[CachedRequest, int]] = []
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            table = list(new.block_ids[0])
-            written += table[new.num_computed_tokens // size :]
+            written += self._groups.blocks_of(new.block_ids, new.num_computed_tokens // size)
             cached = self._requests.get(new.req_id)
             if cached is not None:
-                cached.table = table
+                cached.tables.set(self._groups, new.block_ids)
+                cached.kept_tokens = new.num_computed_tokens
                 record.append((cached, new.num_computed_tokens + scheduled[new.req_id]))
         running = output.scheduled_cached_reqs
         for request_id, blocks, computed in zip(
             running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
         ):
             is_resumed = request_id in running.resumed_req_ids
-            added = [] if blocks is None else blocks[0]
-            written += added[computed // size :] if is_resumed else added
             cached = self._requests.get(request_id)
+            if blocks is not None:
+                written += self._groups.blocks_of(blocks, computed // size if is_resumed else 0)
+                if cached is not None and is_resumed:
+                    cached.tables.set(self._groups, blocks)
+                elif cached is not None:
+                    cached.tables.extend(self._groups, blocks)
             if cached is not None:
-                if is_resumed:
-                    cached.table = list(added)
-                else:
-                    cached.table += added
+                cached.kept_tokens = computed - compat.tokens_in_flight(cached.request)
                 record.append((cached, computed + scheduled[request_id]))
-        for cached, _ in record:
+        for cached, end in record:
             cached.last_step = self._step
+            if self._groups.states:
+                cached.tables.note_states(self._groups, end)
+        if self._groups.states:
+            self._note_boundary_states(output)
         self._records[self._step] = record
         return written
+
+    def _note_boundary_states(self, output: SchedulerOutput) -> None:
+        """Note the states that the step leaves inside a prompt, where no step ends."""
+        for request_id, states in compat.boundary_states(output).items():
+            cached = self._requests.get(request_id)
+            if cached is not None:
+                for group, block, num_tokens in states:
+                    cached.tables.note_state(self._groups, group, num_tokens, block)
+
+    def _loading_blocks(self) -> set[int]:
+        """Return the blocks that loads of requests that wait, or of this step, write."""
+        loading = {block for load in self._loads for block in load.block_ids}
+        return loading.union(*(self._targets(cached) for cached in self._deferred))
 
     def _wait_for_transfers(self, block_ids: Sequence[int]) -> None:
         """Block until no transfer of an earlier request uses blocks that a step or load writes."""
@@ -357,7 +401,7 @@ class SchedulerHalf:
         if cached is None:
             return
         cached.ended = True
-        self._freed.add(cached.table, cached.last_step, None)
+        self._freed.add(cached.tables.ids(), cached.last_step, None)
         onload = cached.onload
         if onload is not None and not onload.started:
             self._loads.append(Load(cached.request_id))  # vLLM waits for its report
@@ -414,7 +458,16 @@ class SchedulerHalf:
         if prefill is not None:
             calls.note_prefill(*prefill)
         calls.step(event)  # transfers of the blocks wait for this event
+        # vLLM frees blocks of windows and states while their request runs.
+        saving = [
+            (cached, calls.idle(cached.lease))
+            for cached, _, _ in committed
+            if cached.saving and cached.lease is not None
+        ]
         self._cache.run(calls)
+        for cached, idle in saving:
+            self._freed.add(cached.saving, 0, idle)
+            cached.saving = []
         for cached, blocks, answers in committed:
             if self._cache.succeeded(answers, f"commit of request {cached.request_id}"):
                 cached.known_tokens = max(cached.known_tokens, blocks * self._block_tokens)
@@ -434,7 +487,12 @@ class SchedulerHalf:
         if blocks > cached.assigned:
             ids = cached.table[cached.assigned : blocks]
             computed = 0 if cached.assigned else end  # nothing is left to load
-            answers.append(calls.assign(lease, ids, computed_tokens=computed))
+            sides = cached.tables.sides_to_save(
+                self._groups, cached.assigned, blocks, cached.kept_tokens
+            )
+            answers.append(calls.assign(lease, ids, computed_tokens=computed, groups=sides))
+            for side in sides.values():
+                cached.saving += [block for block in side if block != NO_BLOCK]
         answers.append(calls.commit(lease, end))
         return answers
 
@@ -475,7 +533,7 @@ class SchedulerHalf:
         """Forget a request whose blocks vLLM has freed, or that has none."""
         self._requests.pop(cached.request_id, None)
         cached.ended = True
-        self._freed.add(cached.table, cached.last_step, None)
+        self._freed.add(cached.tables.ids(), cached.last_step, None)
         self._leave_lease(cached)
 
     def _leave_lease(self, cached: CachedRequest) -> None:
@@ -488,7 +546,7 @@ class SchedulerHalf:
             return
         idle: Future[None] | None = self._cache.release_and_watch(lease)
         if idle is not None:
-            self._freed.add(cached.table[: cached.assigned], 0, idle)
+            self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
 
     def _follow_reset(self) -> None:
         """Forget all blocks after vLLM has emptied its cache: the weights may have changed."""

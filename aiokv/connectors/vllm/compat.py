@@ -1,0 +1,85 @@
+"""Differences between the versions of vLLM, in one place.
+
+Other modules of the connector import only what all served versions have. What some versions lack is
+found here by its presence, not by the number of the version.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from aiokv.base.logs import Log
+from aiokv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from vllm.config import CacheConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = Log(__name__)
+
+OLDEST: Final = (0, 22)
+TESTED: Final = ("0.22.1", "0.27.1", "0.32.0")
+"""Versions that ``make test-vllm VLLM=...`` runs."""
+
+
+def check_version(version: str = vllm.__version__) -> None:
+    """Log the version of vLLM, and whether the connector was tested with it.
+
+    Raises:
+        ConfigError: the version is older than OLDEST.
+    """
+    release = re.match(r"\d+(\.\d+)*", version)
+    numbers = tuple(int(number) for number in release[0].split(".")) if release else OLDEST
+    if numbers < OLDEST and "dev" not in version:  # a build of a clone without tags is 0.1.dev1
+        raise ConfigError(
+            f"vLLM is {version}; AiokvConnector serves {OLDEST[0]}.{OLDEST[1]} and newer",
+            hint=f"install vLLM {TESTED[-1]}",
+        )
+    is_tested = release is not None and release[0] in TESTED
+    log.info("vllm.version", version=version, tested=is_tested)
+
+
+def calculates_kv_scales(config: CacheConfig) -> bool:
+    """Return True if each start computes other scales of KV; vLLM 0.28 removed this option."""
+    return bool(getattr(config, "calculate_kv_scales", False))
+
+
+CAN_FAIL_REQUESTS: Final = hasattr(KVConnectorBase_V1, "get_transfer_results")
+"""True if vLLM computes a request again whose load has failed, with any number of groups (0.30)."""
+
+
+def tokens_in_flight(request: Request) -> int:
+    """Return the positions of steps that were scheduled and have not ended.
+
+    vLLM 0.27 keeps the blocks that these steps read; earlier versions free them.
+    """
+    return int(getattr(request, "num_in_flight_tokens", 0))
+
+
+def boundary_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, int]]]:
+    """Return the blocks with recurrent state at the end of a block, by request; vLLM 0.32 has them.
+
+    Returns:
+        Index of the group, block, and number of positions behind which it has the state.
+    """
+    state = getattr(output, "kv_connector_block_state", None)
+    return {} if state is None else state.boundary_state_offloads
+
+
+def leave_unzeroed(output: SchedulerOutput, block_ids: Collection[int]) -> None:
+    """Keep the workers from zeroing blocks that a load writes.
+
+    vLLM zeroes new blocks of models with recurrent state, at the beginning of a step that may run
+    beside the load. Newer versions leave these blocks out themselves.
+    """
+    if block_ids and output.new_block_ids_to_zero:
+        output.new_block_ids_to_zero = [
+            block for block in output.new_block_ids_to_zero if block not in block_ids
+        ]
