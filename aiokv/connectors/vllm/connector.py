@@ -64,13 +64,13 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         join_log("vllm")
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
-        check_config(vllm_config, self._options)
-        groups = KVGroups.of(kv_cache_config)
+        check_config(vllm_config, kv_cache_config, self._options)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._cache = opening.open_cache(vllm_config, kv_cache_config, groups, self._options)
+            self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
             self._pool = VllmBlocks()
+            groups = KVGroups.of(kv_cache_config)
             self._scheduler = SchedulerHalf(
                 self._cache,
                 self._options,
@@ -91,11 +91,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the tensors of this worker."""
         self._worker = opening.worker_half(
-            self._vllm_config,
-            self._kv_cache_config,
-            KVGroups.of(self._kv_cache_config),
-            self._options,
-            kv_caches,
+            self._vllm_config, self._kv_cache_config, self._options, kv_caches
         )
         self._drafts_with_layers = opening.drafts_with_layers(self._vllm_config)
 
@@ -266,7 +262,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._cache.close()
 
 
-def check_config(vllm_config: VllmConfig, options: Options) -> None:
+def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options) -> None:
     """Refuse what the connector does not serve.
 
     Raises:
@@ -301,6 +297,7 @@ def check_config(vllm_config: VllmConfig, options: Options) -> None:
             "scales, which stored blocks do not have",
             hint="drop --calculate-kv-scales, or stores",
         )
+    KVGroups.of(kv_cache_config)
     if options.load == "layerwise" and vllm_config.scheduler_config.async_scheduling:
         if not opening.is_in_process(vllm_config, options):
             raise ConfigError(

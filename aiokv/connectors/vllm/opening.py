@@ -10,6 +10,7 @@ from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.connectors.vllm import tensors_here
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.events import EventCollector
+from aiokv.connectors.vllm.groups import KVGroups
 from aiokv.connectors.vllm.sources import EngineSource, RankSource
 from aiokv.connectors.vllm.tensors import LayerTensors, page_bytes_of
 from aiokv.connectors.vllm.worker import WorkerHalf
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from aiokv.connectors.vllm.groups import KVGroups, Retention
+    from aiokv.connectors.vllm.groups import Retention
     from aiokv.connectors.vllm.options import Options
     from aiokv.connectors.vllm.worker import Source
 
@@ -36,7 +37,7 @@ A state is saved where a step ends, at most once per block, and most often once 
 
 
 def open_cache(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: KVGroups, options: Options
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
 ) -> HostCache:
     """Open the engine of a scheduler half.
 
@@ -49,7 +50,7 @@ def open_cache(
     """
     engine_id = engine_id_of(vllm_config)
     num_ranks = vllm_config.parallel_config.world_size
-    config = cache_config(vllm_config, kv_cache_config, groups, options)
+    config = cache_config(vllm_config, kv_cache_config, options)
     tensors = tensors_here.take(engine_id) if is_in_process(vllm_config, options) else None
     if tensors is not None:
         engine = SyncEngine(
@@ -75,13 +76,14 @@ def open_cache(
 
 
 def cache_config(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: KVGroups, options: Options
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
 ) -> CacheConfig:
     """Return the configuration of the engine.
 
     Raises:
         ConfigError: a setting is wrong, or host memory is less than one block.
     """
+    groups = KVGroups.of(kv_cache_config)
     num_ranks = vllm_config.parallel_config.world_size
     with_stores = bool(options.stores)
     block_bytes = sum(
@@ -105,7 +107,7 @@ def cache_config(
         host_blocks=host_blocks,
         windows={
             side.name: WindowGroup(
-                retention=side.retention,
+                **{"retention": side.retention},
                 window_tokens=side.window_tokens or None,
                 device_blocks=kv_cache_config.num_blocks,
                 host_blocks=max(int(host_blocks * HOST_SHARES[side.retention]), 1),
@@ -161,7 +163,6 @@ def _facts(value: Any) -> Any:
 def worker_half(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
-    groups: KVGroups,
     options: Options,
     kv_caches: dict[str, torch.Tensor],
 ) -> WorkerHalf:
@@ -178,6 +179,7 @@ def worker_half(
         )
         if name not in pages and owner is not None:
             pages[name] = pages[owner]
+    groups = KVGroups.of(kv_cache_config)
     layers = LayerTensors(kv_caches, pages, kv_cache_config.num_blocks, groups)
     engine_id = engine_id_of(vllm_config)
     num_ranks = vllm_config.parallel_config.world_size
