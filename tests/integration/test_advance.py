@@ -331,6 +331,8 @@ async def test_tokens_find_the_leases_of_their_step_when_the_batch_has_changed()
         assert engine.advance(step, [1, 15, 24, 33]) == ()
         assert engine.lengths(leases[1:]).tolist() == [5, 3, 2, 3]
         assert [state(lease) for lease in leases[2:]] == before
+        with pytest.raises(UsageError, match="counts has 1 numbers; the batch has 4"):
+            engine.advance(step, [1, 16, 24, 33], [1])
         assert engine.advance(step, np.array([[1], [16], [24], [33]]), [1, 1, 1, 1]) == ()
         assert engine.advance(next_step, [17, 44, 34]) == ()
         assert engine.lengths(leases[1:]).tolist() == [7, 3, 3, 4]

@@ -150,6 +150,25 @@ async def test_swap_ends_the_limit_and_a_refused_use_does_not():
         lease.release()
 
 
+async def test_advance_ends_the_limit_of_the_leases_that_it_advances_only():
+    clock = running_clock()
+    async with Cache(host_blocks=0) as cache:
+        engine = cache.engine
+        leases = [engine.match(prompt(seed, 1)) for seed in (1, 2, 3)]
+        for lease in leases:
+            await lease.allocate(5)
+        batch = engine.batch(leases)
+        with engine.computing(batch) as step:
+            batch.remove(leases[0])
+        for lease in leases:
+            lease.expire_after(1.0)
+        assert engine.advance(step, [7, 7, 7], [1, 1, 0]) == ()
+        await clock.advance(2.0)
+        expired = [lease.state is LeaseState.RELEASED for lease in leases]
+        assert expired == [True, False, True]
+        leases[1].release()
+
+
 async def test_only_granted_leases_can_expire():
     async with Cache(host_blocks=0) as cache:
         lease = cache.engine.match(PROMPT)

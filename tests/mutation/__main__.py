@@ -3,7 +3,7 @@
 A sample of the mutants of ``aiokv/{scheduler,engine,worker,ranks,sync,stores,peers,events}``,
 ``aiokv/connectors`` and ``native/src/{index,store,digest,io}`` is built and
 tested in copies of the repository. The connectors of vLLM and SGLang are mutated where these are
-installed: ``.venv-vllm/bin/python -m tests.mutation --only connectors/vllm``. A mutant is
+installed: ``.venv-vllm-0.32.0/bin/python -m tests.mutation --only connectors/vllm``. A mutant is
 
 - killed: a test fails, or crashes;
 - timeout: a test does not end;

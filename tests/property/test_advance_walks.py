@@ -6,6 +6,7 @@ the single verbs. Tables, counters and hits are equal after each step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from random import Random
 from typing import Any, Final
 
@@ -34,7 +35,7 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-class Server:
+class Server(ABC):
     """An engine, and the decode steps of its requests."""
 
     def __init__(self, config: CacheConfig) -> None:
@@ -56,9 +57,9 @@ class Server:
         lease = self.leases.pop(row)
         lease.release()
 
+    @abstractmethod
     def advance(self, tokens: list[int]) -> list[int]:
         """Return the rows without room."""
-        raise NotImplementedError
 
     def state(self) -> list[object]:
         found: list[object] = [lease.block_table.tolist() for lease in self.leases]

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from aiokv.base.logs import join_log
-from aiokv.connectors.vllm import opening
+from aiokv.connectors.vllm import compat, opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
 from aiokv.connectors.vllm.groups import KVGroups
 from aiokv.connectors.vllm.link import LoadQueue
@@ -68,6 +68,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
+            compat.check_version()
             self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
             self._pool = VllmBlocks()
             groups = KVGroups.of(kv_cache_config)
@@ -78,7 +79,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 pool=self._pool,
                 link=LoadQueue(
-                    opening.block_bytes_of(vllm_config, groups),
+                    opening.block_bytes_of(vllm_config, kv_cache_config),
                     self._cache.load_rate,
                     self._options.step_wait_seconds,
                 ),
@@ -291,7 +292,7 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "which may be copying blocks",
             hint="drop --enable-sleep-mode, or kv_transfer_config",
         )
-    if options.stores and vllm_config.cache_config.calculate_kv_scales:
+    if options.stores and compat.calculates_kv_scales(vllm_config.cache_config):
         raise ConfigError(
             "calculate_kv_scales is set, and stores has stores: each start of vLLM computes other "
             "scales, which stored blocks do not have",

@@ -237,10 +237,11 @@ def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
     return [url.replace("{rank}", str(rank)) for url in options.stores]
 
 
-def block_bytes_of(vllm_config: VllmConfig, groups: KVGroups) -> int:
-    """Return the bytes per block of all groups, summed over all ranks."""
-    block_bytes = groups.block_bytes + sum(side.block_bytes for side in groups.sides)
-    return block_bytes * int(vllm_config.parallel_config.world_size)
+def block_bytes_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return the bytes per block, summed over all ranks."""
+    pages = page_bytes_of(kv_cache_config.kv_cache_groups)
+    num_ranks: int = vllm_config.parallel_config.world_size
+    return sum(pages.values()) * num_ranks
 
 
 def engine_id_of(vllm_config: VllmConfig) -> str:

@@ -3,14 +3,15 @@
 A backend chooses the axes of its tensors and their order in memory: ``[2, blocks, ...]``
 (FlashAttention), ``[blocks, 2, ...]`` (FlashInfer, Triton), ``[blocks, tokens, dim]`` (MLA), each
 with tokens or heads first, and with kernel blocks that are smaller than those of the scheduler.
-What they share: the bytes of a block are one run of a layer's memory, or one run for K and one for
-V. The distance of the runs is the size of a page, so strides are enough to find them.
+What they share: the bytes of a block are one run of memory per layer, or a few: one for K and one
+for V, or one per head. The strides are enough to find the runs. Blocks of other layers may lie
+between those of a layer.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -94,37 +95,61 @@ def block_rows(
     Raises:
         ConfigError: the blocks are no runs of memory.
     """
-    element = tensor.element_size()
-    sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
-    for axis, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+    for axis, size in enumerate(tensor.shape):
         if size == 0 or size % num_blocks:
             continue
-        row_bytes = stride * element * (size // num_blocks)  # all kernel blocks of one block
-        if row_bytes == page_bytes and tensor.stride(axis) == max(strides):
-            return [(_layout("kv", tensor), _rows(tensor, 0, num_blocks, row_bytes))]
-        if row_bytes * 2 != page_bytes:
-            continue
-        for half, (count, distance) in enumerate(zip(sizes, strides, strict=True)):
-            if half != axis and count == 2 and distance * element == row_bytes * num_blocks:
-                return [
-                    (
-                        _layout(kind, tensor),
-                        _rows(tensor, i * row_bytes * num_blocks, num_blocks, row_bytes),
-                    )
-                    for i, kind in enumerate(("k", "v"))
-                ]
+        run_bytes, pitch_bytes, starts = _runs(tensor, axis, num_blocks)
+        if len(starts) == 1 and run_bytes < pitch_bytes == page_bytes:
+            run_bytes = page_bytes  # with the padding of the page
+        if run_bytes <= pitch_bytes and run_bytes * len(starts) == page_bytes:
+            kinds = _KINDS.get(len(starts)) or [f"part{i}" for i in range(len(starts))]
+            return [
+                (
+                    _layout(kind, tensor),
+                    _rows(tensor, start, (num_blocks, run_bytes), pitch_bytes),
+                )
+                for kind, start in zip(kinds, starts, strict=True)
+            ]
     raise ConfigError(
-        f"layer {name!r}: the tensor of shape {sizes} and strides {strides} has no axis of "
-        f"{num_blocks} blocks of {page_bytes} bytes",
+        f"layer {name!r}: the tensor of shape {tuple(tensor.shape)} and strides "
+        f"{tuple(tensor.stride())} has no axis of {num_blocks} blocks of {page_bytes} bytes",
         hint="this attention backend is not supported; choose another with --attention-backend",
     )
 
 
-def _rows(tensor: torch.Tensor, offset: int, num_blocks: int, row_bytes: int) -> torch.Tensor:
+_KINDS: Final = {1: ["kv"], 2: ["k", "v"]}  # by the number of runs of a block
+
+
+def _runs(tensor: torch.Tensor, axis: int, num_blocks: int) -> tuple[int, int, list[int]]:
+    """Return the runs of memory of a block along an axis of blocks, or of parts of blocks.
+
+    Returns:
+        Bytes per run, bytes from a block to the next, and the offsets of the runs of block 0.
+    """
+    element = tensor.element_size()
+    parts = tensor.shape[axis] // num_blocks
+    pitch = tensor.stride(axis) * element * parts
+    axes = [
+        (tensor.stride(other) * element, size)
+        for other, size in enumerate(tensor.shape)
+        if other != axis and size > 1
+    ]
+    run, starts = element, [0]
+    for stride, size in sorted([*axes, (pitch // parts, parts)]):
+        if stride == run:
+            run *= size
+        elif size > 1:
+            starts = [i * stride + start for i in range(size) for start in starts]
+    return run, pitch, starts
+
+
+def _rows(
+    tensor: torch.Tensor, start: int, shape: tuple[int, int], pitch_bytes: int
+) -> torch.Tensor:
     storage = tensor.untyped_storage()
-    start = tensor.storage_offset() * tensor.element_size() + offset
+    start += tensor.storage_offset() * tensor.element_size()
     rows = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    rows.set_(storage, start, (num_blocks, row_bytes), (row_bytes, 1))
+    rows.set_(storage, start, shape, (pitch_bytes, 1))
     return rows
 
 

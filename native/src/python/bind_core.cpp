@@ -400,7 +400,6 @@ void bind_statistics(nb::module_& m) {
 void bind_core(nb::module_& m) {
     bind_statistics(m);
     m.attr("ATTENTION_GROUP") = kAttention;
-    m.attr("ATTENTION_GROUP") = kAttention;
     m.attr("STATE_GROUP") = kRecurrentState;
     m.def("copy_ints", &copy_ints, "list"_a, "out"_a.noconvert(),
           "Write the integers of a list or an array to `out`; return how many of them, from the "

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_serving.py", "test_random_serving.py", "test_prefills.py"]
+    collect_ignore_glob = [
+        f"test_{name}.py" for name in ("compat", "prefills", "random_serving", "serving", "tensors")
+    ]
 else:
     with warnings.catch_warnings():  # of the libraries that vLLM imports
         warnings.simplefilter("ignore")

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import copy
-import uuid
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm import SamplingParams
-from vllm.config import (
-    CacheConfig,
-    KVEventsConfig,
-    KVTransferConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
@@ -23,117 +13,18 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    MLAAttentionSpec,
-)
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 from aiokv.connectors.vllm import AiokvConnector
 from aiokv.testing.loops import PATIENCE_SECONDS
-from tests.connectors.vllm.runner import DIM, HEADS, LAYER_NAMES, Launched, Runner
+from tests.connectors.vllm.configs import BLOCK_TOKENS, kv_cache_config
+from tests.connectors.vllm.runner import Launched, Runner
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
-
-BLOCK_TOKENS = 4
-
-
-def kv_cache_config(layout: str, num_blocks: int, spec: Any = None) -> KVCacheConfig:
-    """Return the configuration of vLLM for the tensors of a runner."""
-    if spec is None and layout == "latent":
-        spec = MLAAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2 * HEADS * DIM, dtype=torch.int32
-        )
-    elif spec is None:
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.int32
-        )
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(size=spec.page_size_bytes * num_blocks, shared_by=[name])
-            for name in LAYER_NAMES
-        ],
-        kv_cache_groups=[KVCacheGroupSpec(list(LAYER_NAMES), spec)],
-    )
-
-
-def vllm_config(
-    *,
-    extra: dict[str, Any] | None,
-    num_ranks: int = 1,
-    num_blocks: int = 40,
-    max_seqs: int = 8,
-    max_tokens_per_step: int = 24,
-    prefix_caching: bool = True,
-    async_scheduling: bool = False,
-    failure_policy: str = "recompute",
-    num_drafts: int = 0,
-    draft_method: str = "ngram",
-    kv_events: bool = False,
-) -> Any:
-    """Return what the scheduler and the connector read of a VllmConfig; None: no connector."""
-    parallel = ParallelConfig()
-    parallel.world_size = num_ranks
-    parallel.tensor_parallel_size = num_ranks
-    cache = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=prefix_caching)
-    cache.num_gpu_blocks = num_blocks
-    scheduler = SchedulerConfig(
-        max_num_seqs=max_seqs,
-        max_num_batched_tokens=max_tokens_per_step,
-        max_model_len=512,
-        enable_chunked_prefill=True,
-        is_encoder_decoder=False,
-        async_scheduling=async_scheduling,
-    )
-    transfer = None
-    if extra is not None:
-        transfer = KVTransferConfig(
-            kv_connector="AiokvConnector",
-            kv_connector_module_path="aiokv.connectors.vllm",
-            kv_role="kv_both",
-            engine_id=uuid.uuid4().hex,
-            kv_load_failure_policy=failure_policy,
-            kv_connector_extra_config=extra,
-        )
-    scheduler.disable_hybrid_kv_cache_manager = True
-    drafts = SimpleNamespace(
-        method=draft_method,
-        num_speculative_tokens=num_drafts,
-        use_eagle=lambda: False,
-        uses_draft_model=lambda: False,
-    )
-    return SimpleNamespace(
-        scheduler_config=scheduler,
-        cache_config=cache,
-        parallel_config=parallel,
-        lora_config=None,
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        if kv_events
-        else None,
-        kv_transfer_config=transfer,
-        ec_transfer_config=None,
-        speculative_config=drafts if num_drafts or draft_method == "eagle" else None,
-        use_v2_model_runner=False,
-        observability_config=SimpleNamespace(kv_cache_metrics=False, enable_mfu_metrics=False),
-        model_config=SimpleNamespace(
-            model="test",
-            revision=None,
-            dtype="int32",
-            quantization=None,
-            hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "test"}),
-            max_model_len=512,
-            is_encoder_decoder=False,
-            enable_return_routed_experts=False,
-            enable_sleep_mode=False,
-        ),
-    )
 
 
 class Server:
@@ -173,9 +64,8 @@ class Server:
         self.scheduler = kind(
             vllm_config=config,
             kv_cache_config=cache_config,
-            structured_output_manager=SimpleNamespace(should_advance=lambda request: False),
+            structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_TOKENS,
-            mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda model_config: False),
             log_stats=True,
         )
         self.aggregator = KVOutputAggregator(len(self.runners))

@@ -11,7 +11,9 @@ import pytest
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed: make test-vllm installs it and runs the tests of its connector",
 )
-def test_vllm_has_the_version_that_the_connector_serves() -> None:
+def test_connector_was_tested_with_the_installed_version() -> None:
     import vllm
 
-    assert vllm.__version__.startswith("0.22.")
+    from aiokv.connectors.vllm.compat import TESTED
+
+    assert vllm.__version__.split("+")[0] in TESTED

@@ -15,9 +15,10 @@ from aiokv.connectors.vllm import link, opening
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.sources import EngineTransfers
 from aiokv.sync import SyncEngine
+from tests.connectors.vllm.configs import vllm_config
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYOUTS
-from tests.connectors.vllm.server import Server, vllm_config
+from tests.connectors.vllm.server import Server
 from tests.harness.flaky import ChaosDevice, FlakyDevice
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.config import CUDAGraphMode
+from transformers import PretrainedConfig
+from vllm.config import CacheConfig, CUDAGraphMode
 from vllm.distributed.kv_events import BlockStored
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -41,9 +42,10 @@ from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import BrokenEngineError, ConfigError, TransferError
 from aiokv.sync import SyncEngine, SyncLayers
 from aiokv.testing.manual import ManualEvent
+from tests.connectors.vllm.configs import BLOCK_TOKENS, kv_cache_config, vllm_config
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYER_NAMES, LAYOUTS
-from tests.connectors.vllm.server import BLOCK_TOKENS, Server, kv_cache_config, vllm_config
+from tests.connectors.vllm.server import Server
 from tests.harness.flaky import FlakyDevice
 
 if TYPE_CHECKING:
@@ -323,6 +325,9 @@ def async_server(make_server: MakeServer) -> Server:
     The prompt needs 11 of 13 blocks, so a load of it writes to blocks that were freed just before.
     """
     server = make_server({"load": "layerwise"}, num_blocks=14, async_scheduling=True)
+    # Newer versions free blocks only when the step in flight has ended. The connector does not
+    # depend on it.
+    server.scheduler.defer_block_free = False
     server.add("a", prompt(1, 41), 1)
     server.run()
     server.drain()
@@ -914,7 +919,7 @@ def test_socket_directory_that_other_users_can_access_is_refused(
 def _model_name(hf_config: dict[str, Any] | None = None, **fields: Any) -> str | None:
     config = vllm_config(extra=HOST)
     if hf_config is not None:
-        config.model_config.hf_config = SimpleNamespace(to_dict=lambda: hf_config)
+        config.model_config.hf_config = PretrainedConfig(**hf_config)
     for name, value in fields.items():
         setattr(config.model_config, name, value)
     cache = kv_cache_config("flash", 40)
@@ -933,7 +938,7 @@ def test_stored_blocks_are_found_with_the_same_model_only() -> None:
     assert _model_name(moved) == name
     odd = [{**plain, "heads": set(names), "object": object()} for names in ("abcdef", "fedcba")]
     assert _model_name(odd[0]) == _model_name(odd[1]) != name
-    stretched = {**plain, "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "yarn"}}
+    stretched = {**plain, "rope_parameters": {"rope_theta": 1_000_000.0}}
     others = [
         _model_name(stretched),
         _model_name(plain, quantization="fp8"),
@@ -964,11 +969,12 @@ def test_configuration_that_is_not_served_is_refused() -> None:
     config.parallel_config.distributed_executor_backend = "external_launcher"
     with pytest.raises(ConfigError, match="external_launcher"):
         _check(config)
-    config = vllm_config(extra=HOST)
-    config.cache_config.calculate_kv_scales = True
-    _check(config)
-    with pytest.raises(ConfigError, match="calculate_kv_scales is set"):
-        _check(config, stores=["disk:/x"])
+    if hasattr(CacheConfig, "calculate_kv_scales"):  # until 0.27
+        config = vllm_config(extra=HOST)
+        config.cache_config.calculate_kv_scales = True
+        _check(config)
+        with pytest.raises(ConfigError, match="calculate_kv_scales is set"):
+            _check(config, stores=["disk:/x"])
     config = vllm_config(extra=HOST)
     config.model_config.enable_sleep_mode = True
     with pytest.raises(ConfigError, match="enable_sleep_mode"):

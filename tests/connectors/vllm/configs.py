@@ -1,0 +1,184 @@
+"""Configuration objects of vLLM, of whatever version is installed, for a small model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+import uuid
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+)
+
+from tests.connectors.vllm.runner import DIM, HEADS, LAYER_NAMES
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+BLOCK_TOKENS: Final = 4
+MAX_MODEL_LEN: Final = 512
+
+_LLAMA: Final = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": len(LAYER_NAMES),
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": DIM,
+    "vocab_size": 64,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+
+@functools.cache
+def _model_folder(num_layers: int) -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="model-")
+    _folders.append(folder)  # until the process ends
+    path = Path(folder.name)
+    (path / "config.json").write_text(json.dumps(_LLAMA | {"num_hidden_layers": num_layers}))
+    return path
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def model_config() -> ModelConfig:
+    """Return the configuration of a Llama without weights and tokenizer."""
+    return ModelConfig(
+        model=str(_model_folder(len(LAYER_NAMES))),
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        dtype="float32",
+    )
+
+
+def tensor_of(name: str, spec: KVCacheSpec, num_blocks: int) -> KVCacheTensor:
+    """Return the place of a layer that has a tensor of its own."""
+    size = spec.page_size_bytes * num_blocks
+    if "shared_by" in {field.name for field in fields(KVCacheTensor)}:  # before 0.29
+        return KVCacheTensor(size=size, shared_by=[name])
+    return KVCacheTensor(
+        size=size, layers=[name], layer_stride=size, block_stride=spec.page_size_bytes
+    )
+
+
+def kv_cache_config(layout: str, num_blocks: int, spec: KVCacheSpec | None = None) -> KVCacheConfig:
+    """Return the configuration of vLLM for the tensors of a runner."""
+    if spec is None and layout == "latent":
+        spec = MLAAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2 * HEADS * DIM, dtype=torch.int32
+        )
+    elif spec is None:
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.int32
+        )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor_of(name, spec, num_blocks) for name in LAYER_NAMES],
+        kv_cache_groups=[KVCacheGroupSpec(list(LAYER_NAMES), spec)],
+    )
+
+
+def vllm_config(
+    *,
+    extra: dict[str, Any] | None,
+    num_ranks: int = 1,
+    num_blocks: int = 40,
+    max_seqs: int = 8,
+    max_tokens_per_step: int = 24,
+    prefix_caching: bool = True,
+    async_scheduling: bool = False,
+    failure_policy: str = "recompute",
+    num_drafts: int = 0,
+    draft_method: str = "ngram",
+    kv_events: bool = False,
+) -> VllmConfig:
+    """Return the configuration of a server.
+
+    Args:
+        extra: ``kv_connector_extra_config``; None for no connector.
+        num_ranks: ranks of tensor parallelism.
+        num_blocks: device blocks.
+        max_seqs: running requests.
+        max_tokens_per_step: tokens per step.
+        prefix_caching: vLLM's own prefix cache.
+        async_scheduling: whether a step is scheduled while the previous one is computed.
+        failure_policy: ``kv_load_failure_policy``.
+        num_drafts: drafts per step.
+        draft_method: ``"ngram"``, or ``"eagle"`` for a draft model with KV.
+        kv_events: whether vLLM publishes KV events.
+    """
+    model = model_config()
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks)
+    drafts = None
+    if num_drafts or draft_method == "eagle":
+        drafts = SpeculativeConfig(
+            method=draft_method,
+            model=str(_model_folder(1)) if draft_method == "eagle" else None,
+            num_speculative_tokens=max(num_drafts, 1),
+            prompt_lookup_max=2 if draft_method == "ngram" else None,
+            target_model_config=model,
+            target_parallel_config=parallel,
+        )
+    transfer = None
+    if extra is not None:
+        transfer = KVTransferConfig(
+            kv_connector="AiokvConnector",
+            kv_connector_module_path="aiokv.connectors.vllm",
+            kv_role="kv_both",
+            engine_id=uuid.uuid4().hex,
+            kv_load_failure_policy=failure_policy,
+            kv_connector_extra_config=extra,
+        )
+    config = VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=prefix_caching),
+        parallel_config=parallel,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_seqs,
+            max_num_batched_tokens=max_tokens_per_step,
+            max_model_len=MAX_MODEL_LEN,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=async_scheduling,
+            disable_hybrid_kv_cache_manager=True,
+        ),
+        speculative_config=drafts,
+        kv_transfer_config=transfer,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if kv_events
+        else None,
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    if drafts is not None:
+        drafts.num_speculative_tokens = num_drafts  # 0: the draft model only has KV
+    # The platform of a CPU changes these. The runners of the tests serve what a GPU does.
+    config.scheduler_config.async_scheduling = async_scheduling
+    parallel.distributed_executor_backend = "uni" if num_ranks == 1 else "mp"
+    return config
