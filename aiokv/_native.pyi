@@ -505,8 +505,10 @@ class Core:
 
     def extend(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_tokens: int) -> bool: ...
 
-    def assign(self, lease: int, ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], computed_tokens: int = 0) -> None:
-        """Append device ids of a server to the table of a lease."""
+    def assign(self, lease: int, ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], computed_tokens: int = 0, group_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
+        """
+        Append device ids of a server to the table of a lease; group_ids has one row of as many ids per other group, -1 for none, or is empty.
+        """
 
     def is_idle(self, lease: int) -> bool:
         """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from aiokv.base import checks
-from aiokv.base.groups import ATTENTION, STATE, is_reserved
+from aiokv.base.groups import ATTENTION, RETENTIONS, STATE, Retention, is_reserved
 from aiokv.config.save_policy import SaveMoment, SavePolicy
 from aiokv.errors import ConfigError
 from aiokv.layout.host_format import pitch_bytes
@@ -30,7 +30,6 @@ _NOT_WITH_EXTERNAL_DEVICE: Final[
 ] = (  # (field, value that leaves it unset, reason)
     ("state_slots", 0, "the server has the recurrent state, and names no slots of it"),
     ("host_state_slots", 0, "the server has the recurrent state, and names no slots of it"),
-    ("windows", {}, "a lease names the blocks of full attention only"),
     ("reserve_blocks", 0, "the server decides which requests get device blocks"),
     ("salt_quota_blocks", None, "the server decides which requests get device blocks"),
     ("low_watermark_blocks", None, "the server evicts device blocks"),
@@ -42,8 +41,11 @@ _NOT_WITH_EXTERNAL_DEVICE: Final[
 class WindowGroup:
     """Layers whose attention covers the last positions only; they have their own block ids.
 
+    With ``CacheConfig.external_device``, a group of the server's blocks with any retention.
+
     Attributes:
-        window_tokens: positions that one position attends to, itself included.
+        window_tokens: positions that one position attends to, itself included. Required for
+            ``retention="window"``; the other values need none.
         device_blocks: blocks of this group's tensors. A lease has at most the blocks of a sink, a
             window and a step at a time, however long it is; the rest keeps windows for later hits.
         step_tokens: the most that one step computes of a lease, such as a chunk of the prompt; None
@@ -57,25 +59,48 @@ class WindowGroup:
             set aside, and a prefix can be hit where its sink and its window are on the device or in
             host memory. ``"write_back"`` saves the blocks that are evicted next, and does not wait
             for a save. The tensors of the group are registered with :meth:`Regions.add_window`.
+        retention: blocks that a hit needs: those in the ``"window"`` at its end; with
+            ``CacheConfig.external_device`` also ``"all"`` blocks of its prefix, or the ``"last"``
+            one, which has the recurrent state at its end.
+
+    With ``CacheConfig.external_device``, the ids of all groups are those of one pool of the server:
+    ``device_blocks`` is that of the configuration, ``host_blocks`` must not be 0, and
+    ``step_tokens`` must be None.
 
     Raises:
         ConfigError: a value is out of range. The engine, which knows ``block_tokens``, raises it
             when ``device_blocks`` cannot hold a sink, a window and a step of one lease.
     """
 
-    window_tokens: int
+    window_tokens: int = 0
     device_blocks: int
     step_tokens: int | None = None
     sink_tokens: int = 0
     host_blocks: int = 0
+    retention: Retention = "window"
 
     def __post_init__(self) -> None:
-        _require_int("window_tokens", self.window_tokens, 1)
+        checks.choice("retention", self.retention, RETENTIONS, ConfigError)
+        if self.retention == "window":
+            _require_int("window_tokens", self.window_tokens, 1)
+        elif self.window_tokens or self.sink_tokens:
+            name = "window_tokens" if self.window_tokens else "sink_tokens"
+            raise ConfigError(
+                f"{name} is {getattr(self, name)}, and retention is {self.retention!r}, which has "
+                "no window",
+                hint=f"set {name}=0, or retention='window'",
+            )
         _require_int("device_blocks", self.device_blocks, 1)
         if self.step_tokens is not None:
             _require_int("step_tokens", self.step_tokens, 1)
         _require_int("sink_tokens", self.sink_tokens, 0)
         _require_int("host_blocks", self.host_blocks, 0)
+
+    @property
+    def retained_tokens(self) -> int:
+        """Number of positions before a block boundary whose blocks a hit needs there."""
+        retained = {"all": 2**31 - 2, "last": 1}
+        return retained.get(self.retention, self.window_tokens - 1)
 
 
 @checks.arguments()
@@ -142,7 +167,8 @@ class CacheConfig:
         store_queue_blocks: blocks that may wait for a save; further blocks are not saved, and
             counted in ``dropped_saves`` of the statistics.
         external_device: True if a server owns the device blocks, and names them with
-            ``lease.assign``: the engine keeps host memory and the stores only. ``device_blocks`` is
+            ``lease.assign``: the engine keeps host memory and the stores only. Each further group
+            of the server's blocks is one of ``windows``. ``device_blocks`` is
             then the number of blocks of the server's tensors, whose ids are 0 to
             ``device_blocks - 1``.
         prefill_tokens_per_second: speed at which the model computes a prompt. The engine
@@ -225,7 +251,7 @@ class CacheConfig:
         checks.seconds(
             "drain_timeout_seconds", self.drain_timeout_seconds, error=ConfigError, minimum=0.0
         )
-        _check_windows(self.windows, self.host_blocks)
+        _check_windows(self.windows, self.host_blocks, external=self.external_device)
         self._check_stores()
         if checks.flag("external_device", self.external_device, ConfigError):
             self._check_external_device()
@@ -242,6 +268,18 @@ class CacheConfig:
                     f"{name} is {checks.shown(value)}, and external_device is True: {reason}",
                     hint=f"set {name}={unset!r}, or external_device=False",
                 )
+        for name, group in self.windows.items():
+            for field_name, required in (
+                ("device_blocks", self.device_blocks),
+                ("step_tokens", None),
+                ("host_blocks", group.host_blocks or "at least 1"),
+            ):
+                if (value := getattr(group, field_name)) != required:
+                    raise ConfigError(
+                        f"windows[{name!r}] has {field_name}={value}, and external_device is True: "
+                        f"it must be {required}",
+                        hint="the server's groups share one pool of blocks, which host memory keeps",
+                    )
         if self.write_policy == "write_back":
             raise ConfigError(
                 "write_policy is 'write_back', and external_device is True: the engine does not "
@@ -360,7 +398,7 @@ def _require_int(name: str, value: object, minimum: int) -> None:
     checks.integer(name, value, minimum=minimum, maximum=2**30 - 1, error=ConfigError)
 
 
-def _check_windows(windows: object, host_blocks: int) -> None:
+def _check_windows(windows: object, host_blocks: int, *, external: bool) -> None:
     hint = "windows={'local': WindowGroup(window_tokens=..., device_blocks=...)}"
     if not isinstance(windows, Mapping):
         raise ConfigError(f"windows is {windows!r}; it must be a mapping of names", hint=hint)
@@ -376,6 +414,12 @@ def _check_windows(windows: object, host_blocks: int) -> None:
         if not isinstance(group, WindowGroup):
             raise ConfigError(
                 f"windows[{name!r}] is {group!r}; it must be a WindowGroup", hint=hint
+            )
+        if group.retention != "window" and not external:
+            raise ConfigError(
+                f"windows[{name!r}] has retention={group.retention!r}, and external_device is "
+                "False: the engine then has groups of windows only",
+                hint="register the tensors with Regions.add or Regions.add_state instead",
             )
         if group.host_blocks and not host_blocks:
             raise ConfigError(

@@ -26,7 +26,7 @@ from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
     from types import TracebackType
 
     import numpy as np
@@ -649,7 +649,13 @@ class Lease(Unique):
 
     # --- device blocks of a server ----------------------------------------------------------------
 
-    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
+    def assign(
+        self,
+        block_ids: TokenIds,
+        *,
+        computed_tokens: int = 0,
+        groups: Mapping[str, TokenIds] | None = None,
+    ) -> None:
         """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
         The first call after a grant begins the onload of the cached positions into these blocks:
@@ -663,21 +669,31 @@ class Lease(Unique):
         block that is assigned for positions to compute, the save is given up, so that no other
         bytes are cached.
 
+        A group of ``CacheConfig.windows`` has ids of its own for the same positions. The first call
+        names those that the hit needs: blocks inside a window before ``cached_tokens``, or the one
+        with the recurrent state. The ``commit`` that covers a position saves the block that the
+        group has there; afterwards, the server may free the block, but nothing may write it before
+        the lease is idle. So a server that frees blocks behind a window names them when their
+        positions are computed, and as -1 when it has freed them before. If the onload of any group
+        fails, the lease has to be preempted: see ``recompute_from``.
+
         Args:
             block_ids: one-dimensional integers, from 0 to ``device_blocks - 1``, in the order of
                 the positions.
             computed_tokens: for the first call only: leading positions that the server's own cache
                 has in these blocks. They are not onloaded, and count as computed for ``commit``. A
                 multiple of ``block_tokens``, or a position in the last block.
+            groups: by name of the group, as many ids as ``block_ids``; -1 where the server has no
+                block of the group. A group that is left out has none.
 
         Raises:
-            LeaseError: the lease is not granted; the blocks of the first call do not cover the
-                cached positions; or cached positions were dropped after the grant, by a reset or
+            LeaseError: the lease is not granted; the blocks of the first call, or those of a group,
+                do not cover the cached positions; or cached positions were dropped after the grant, by a reset or
                 because a copy was wrong: ``preempt``, then ``allocate`` again. Nothing changed.
             UsageError: a block is out of range, is listed twice, or is a block of the lease
                 already; a transfer in flight uses a block into which cached positions would be
                 copied, or writes a block that the lease is to compute; ``computed_tokens`` is out
-                of range; or the engine owns the device blocks. Nothing changed.
+                of range; a group is unknown, or has another number of ids; or the engine owns the device blocks. Nothing changed.
             ClosedError: the engine is closed.
         """
         computed_tokens = checks.integer("computed_tokens", computed_tokens)
@@ -685,7 +701,9 @@ class Lease(Unique):
         leases = record.leases
         leases.check_loop()
         lease_id = record.held_id()
-        result = leases.scheduler.assign(lease_id, as_block_ids(block_ids), computed_tokens)
+        ids = as_block_ids(block_ids)
+        group_ids = leases.read.group_ids(groups, len(ids)) if groups else None
+        result = leases.scheduler.assign(lease_id, ids, computed_tokens, group_ids)
         try:
             grant = leases.apply(result)
             if grant.onloads and not record.layers.transfer_ids:

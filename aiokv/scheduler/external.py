@@ -50,10 +50,11 @@ class ExternalBlocks:
         lease_id: int,
         block_ids: NDArray[np.int32],
         computed_tokens: int,
+        group_ids: NDArray[np.int32] | None,
         priority: Priority,
     ) -> Grant:
-        """Append blocks to the table of a lease, and submit the onload that this begins."""
-        self._core.assign(lease_id, block_ids, computed_tokens)
+        """Append blocks to the table of a lease, and submit the onloads that this begins."""
+        self._core.assign(lease_id, block_ids, computed_tokens, group_ids)
         return self._granting.loading(lease_id, priority)
 
     def settle(self) -> None:

@@ -22,7 +22,7 @@ def block_groups(config: CacheConfig) -> dict[str, BlockGroup]:
     size = config.block_tokens
     groups = {
         name: BlockGroup(
-            name, number, -(-group.sink_tokens // size), -(-(group.window_tokens - 1) // size)
+            name, number, -(-group.sink_tokens // size), -(-group.retained_tokens // size)
         )
         for number, (name, group) in enumerate(config.windows.items())
     }

@@ -77,7 +77,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         windows=[
             (
                 group.device_blocks,
-                group.window_tokens,
+                group.retained_tokens + 1,
                 group.step_tokens or 0,
                 group.sink_tokens,
                 group.host_blocks,

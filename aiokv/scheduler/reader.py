@@ -16,7 +16,7 @@ from aiokv.base.statistics import (
     DurationHistogram,
     TierStatistics,
 )
-from aiokv.base.types import GroupHit, Hit, LeaseInfo, LeaseState
+from aiokv.base.types import GroupHit, Hit, LeaseInfo, LeaseState, as_block_ids
 from aiokv.errors import UsageError
 from aiokv.scheduler.events import BlockEvents
 from aiokv.scheduler.groups import block_groups, is_storable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from aiokv._native import Core, GroupStatistics
     from aiokv.base.groups import BlockGroup
-    from aiokv.base.types import LeaseIds, LeaseWait
+    from aiokv.base.types import LeaseIds, LeaseWait, TokenIds
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
@@ -250,6 +250,23 @@ class CacheReader:
     ) -> None:
         """Write the block tables into rows of ``out``; see ``CacheEngine.block_tables``."""
         self._core.block_tables(lease_ids, out, fill, self._window(group))
+
+    def group_ids(self, groups: Mapping[str, TokenIds], num_blocks: int) -> NDArray[np.int32]:
+        """Return external ids as ``[G * num_blocks]`` int32, a row per group of the configuration.
+
+        Raises:
+            UsageError: a group is unknown, or has another number of ids.
+        """
+        rows = np.full((len(self._windows), num_blocks), -1, np.int32)
+        for name, ids in groups.items():
+            row = as_block_ids(ids)
+            if len(row) != num_blocks:
+                raise UsageError(
+                    f"assign: group {name!r} has {len(row)} ids for {num_blocks} blocks",
+                    hint="pass -1 for a block that the server does not have",
+                )
+            rows[self._window(name)] = row
+        return rows.reshape(-1)
 
     def _window(self, group: str | None) -> int:
         if group is None:

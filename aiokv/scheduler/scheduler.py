@@ -586,12 +586,22 @@ class CacheScheduler:
         lease_id: int,
         block_ids: NDArray[np.int32],
         computed_tokens: int = 0,
+        group_ids: NDArray[np.int32] | None = None,
         onload_priority: Priority = Priority.DEMAND,
     ) -> tuple[Grant, Effects]:
         """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
 
+        Args:
+            lease_id: a granted lease.
+            block_ids: ``[N]`` int32.
+            computed_tokens: see ``Lease.assign``.
+            group_ids: ``[G * N]`` int32, a row per group of ``CacheConfig.windows``; None for no
+                ids.
+            onload_priority: priority of the onloads.
+
         Returns:
-            The lease, and the onloads of it that are in flight: the first call begins one.
+            The lease, and the onloads of it that are in flight: the first call begins one per
+            group.
 
         Raises:
             LeaseError: the lease is not granted; or its cached blocks were dropped after the grant,
@@ -604,7 +614,9 @@ class CacheScheduler:
                 "assign: CacheConfig.external_device is False, so allocate names the device blocks",
                 hint="CacheConfig(external_device=True, ...) for device blocks of a server",
             )
-        grant = self._external.assign(lease_id, block_ids, computed_tokens, onload_priority)
+        grant = self._external.assign(
+            lease_id, block_ids, computed_tokens, group_ids, onload_priority
+        )
         return grant, self._settle()
 
     def append(

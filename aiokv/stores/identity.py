@@ -98,7 +98,10 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(f"host format {_quoted('the name of a host format', host_format)}")
         for name, window in sorted(self.windows.items()):
             quoted = _quoted("the name of a window", name)
-            lines.append(f"window {quoted} {window.window_tokens} sink {window.sink_tokens}")
+            needed = f"{window.window_tokens} sink {window.sink_tokens}"
+            lines.append(
+                f"window {quoted} {needed if window.retention == 'window' else window.retention}"
+            )
         if group != ATTENTION:
             lines.append(f"pool {_quoted('group', medium_name(group))}")
             lines += _group_lines(regions, group)

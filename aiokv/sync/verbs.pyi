@@ -22,6 +22,7 @@ from aiokv.sync.transfers import SyncSending
 from aiokv.sync.weights import SyncWeightsUpdate
 from aiokv.worker.device.base import Event
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from numpy.typing import NDArray
 from typing import Any
@@ -145,7 +146,8 @@ class RecordedVerbs:
         """
 
     def assign(
-        self, lease: SyncLease, block_ids: TokenIds, *, computed_tokens: int = 0
+        self, lease: SyncLease, block_ids: TokenIds, *, computed_tokens: int = 0, groups:
+        Mapping[str, TokenIds] | None = None
     ) -> Answer[None]:
         """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
@@ -480,7 +482,10 @@ class LeaseVerbs:
             UsageError: the worker cannot wait for an event of this type; nothing changed.
         """
 
-    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
+    def assign(
+        self, block_ids: TokenIds, *, computed_tokens: int = 0, groups: Mapping[str, TokenIds] |
+        None = None
+    ) -> None:
         """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
         The first call after a grant begins the onload of the cached positions into these blocks:
@@ -494,21 +499,31 @@ class LeaseVerbs:
         block that is assigned for positions to compute, the save is given up, so that no other
         bytes are cached.
 
+        A group of ``CacheConfig.windows`` has ids of its own for the same positions. The first call
+        names those that the hit needs: blocks inside a window before ``cached_tokens``, or the one
+        with the recurrent state. The ``commit`` that covers a position saves the block that the
+        group has there; afterwards, the server may free the block, but nothing may write it before
+        the lease is idle. So a server that frees blocks behind a window names them when their
+        positions are computed, and as -1 when it has freed them before. If the onload of any group
+        fails, the lease has to be preempted: see ``recompute_from``.
+
         Args:
             block_ids: one-dimensional integers, from 0 to ``device_blocks - 1``, in the order of
                 the positions.
             computed_tokens: for the first call only: leading positions that the server's own cache
                 has in these blocks. They are not onloaded, and count as computed for ``commit``. A
                 multiple of ``block_tokens``, or a position in the last block.
+            groups: by name of the group, as many ids as ``block_ids``; -1 where the server has no
+                block of the group. A group that is left out has none.
 
         Raises:
-            LeaseError: the lease is not granted; the blocks of the first call do not cover the
-                cached positions; or cached positions were dropped after the grant, by a reset or
+            LeaseError: the lease is not granted; the blocks of the first call, or those of a group,
+                do not cover the cached positions; or cached positions were dropped after the grant, by a reset or
                 because a copy was wrong: ``preempt``, then ``allocate`` again. Nothing changed.
             UsageError: a block is out of range, is listed twice, or is a block of the lease
                 already; a transfer in flight uses a block into which cached positions would be
                 copied, or writes a block that the lease is to compute; ``computed_tokens`` is out
-                of range; or the engine owns the device blocks. Nothing changed.
+                of range; a group is unknown, or has another number of ids; or the engine owns the device blocks. Nothing changed.
             ClosedError: the engine is closed.
         """
 

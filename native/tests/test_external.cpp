@@ -34,7 +34,7 @@ struct Cache {
     LeaseId begin(const Prompt& tokens, const Ids& ids, std::int64_t computed = 0) {
         const LeaseId lease = core.match(tokens, "").lease;
         CHECK(core.allocate(lease, static_cast<std::int64_t>(tokens.size())) == Grant::kReady);
-        core.assign(lease, ids, computed);
+        core.assign(lease, ids, computed, {});
         return lease;
     }
     std::uint32_t hit(const Prompt& tokens) const { return core.would_hit(tokens, "").host_blocks; }

@@ -1,4 +1,4 @@
-// All block groups besides attention: recurrent state and sliding windows.
+// All block groups besides attention: recurrent state and sliding windows, or those of a server.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 
 #include "aiokv/block_group.hpp"
 #include "aiokv/error.hpp"
+#include "aiokv/external_groups.hpp"
 #include "aiokv/recurrent_state.hpp"
 #include "aiokv/sliding_windows.hpp"
 
@@ -15,14 +16,15 @@ namespace aiokv {
 
 class AuxiliaryGroups {
   public:
-    AuxiliaryGroups(RecurrentState& state, SlidingWindows& windows)
-        : state_(state), windows_(windows) {
+    AuxiliaryGroups(RecurrentState& state, SlidingWindows& windows, ExternalGroups& external)
+        : state_(state), windows_(windows), external_(external) {
         for (WindowGroup& group : windows.groups()) groups_.push_back(&group);
+        for (BlockGroup& group : external.groups()) groups_.push_back(&group);
         if (state.group() != nullptr) groups_.push_back(state.group());
     }
 
     bool exist() const { return !groups_.empty(); }
-    // Window groups in the order of their numbers, then recurrent state.
+    // Window groups or external groups in the order of their numbers, then recurrent state.
     std::span<BlockGroup* const> all() const { return groups_; }
     // Throws UsageError: the model has no such group.
     const BlockGroup& group(GroupId number) const {
@@ -48,6 +50,7 @@ class AuxiliaryGroups {
     }
     void forget(NodeId node) {
         for (BlockGroup* group : groups_) group->forget(node);
+        external_.forget(node);
     }
     void forget_device() {
         for (BlockGroup* group : groups_) group->pool.forget_all();
@@ -77,6 +80,7 @@ class AuxiliaryGroups {
     void take(Lease& lease) {
         state_.take(lease);
         windows_.take(lease);
+        external_.take(lease);
     }
     void use_in(const Lease& lease, Step step) {
         state_.use_in(lease, step);
@@ -85,6 +89,7 @@ class AuxiliaryGroups {
     void release(Lease& lease, Step step) {
         state_.release(lease, step);
         windows_.release(lease, step);
+        external_.release(lease);
     }
 
     // -- moves
@@ -100,18 +105,22 @@ class AuxiliaryGroups {
     void orphan_move(Lease& lease, TransferId id, GroupId group, Step step) {
         if (group == kRecurrentState) {
             state_.orphan_move(lease, id, step);
+        } else if (external_.exist()) {
+            external_.orphan_move(id);
         } else {
             windows_.orphan_move(lease, id, step);
         }
     }
     // Returns true if ids are queued for a save to host memory.
     bool want_saves() const {
-        return std::any_of(groups_.begin(), groups_.end(), [](const BlockGroup* group) {
-            return group->host && group->host->wants_saves();
-        });
+        return external_.wants_saves() ||
+               std::any_of(groups_.begin(), groups_.end(), [](const BlockGroup* group) {
+                   return group->host && group->host->wants_saves();
+               });
     }
     // Begins a save of one group. Returns 0 if there is nothing to copy.
     TransferId take_save() {
+        if (external_.exist()) return external_.take_save();
         const TransferId id = state_.take_save();
         return id != 0 ? id : windows_.take_save();
     }
@@ -135,7 +144,7 @@ class AuxiliaryGroups {
     GroupStatistics statistics(GroupId number) const {
         if (number == kRecurrentState && !state_.exists()) return {};
         GroupStatistics s = group(number).statistics();
-        if (number >= 0)
+        if (number >= 0 && !external_.exist())
             s.device_set_aside = windows_.group(static_cast<std::size_t>(number)).reserved;
         return s;
     }
@@ -143,6 +152,7 @@ class AuxiliaryGroups {
   private:
     RecurrentState& state_;
     SlidingWindows& windows_;
+    ExternalGroups& external_;
     std::vector<BlockGroup*> groups_;
 };
 

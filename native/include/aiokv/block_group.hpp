@@ -1,7 +1,8 @@
 // A block group besides attention: its ids on the device, and their copies in the other tiers.
 //
 // Groups differ in their retention and in how leases get their ids: a window keeps the last blocks
-// (SlidingWindows); recurrent state, the last one (RecurrentState).
+// (SlidingWindows); recurrent state, the last one (RecurrentState); with device blocks of a server,
+// the pool of the device is empty (ExternalGroups).
 #pragma once
 
 #include <cstdint>
@@ -60,9 +61,10 @@ class BlockGroup {
 
     GroupStatistics statistics() const;
     // `readers`, `host_readers`: number of readers per device id and per host id, without those
-    // that HostCopies counts. `ids`: owners that are not nodes.
+    // that HostCopies counts. `ids`: owners that are not nodes. `owned`: see HostCopies.
     void check(Report& report, Ownership ids, std::vector<std::uint32_t> readers,
-               std::vector<std::uint32_t> host_readers) const;
+               std::vector<std::uint32_t> host_readers,
+               std::span<const BlockId> owned = {}) const;
 
     GroupPool pool;                  // on the device
     std::optional<HostCopies> host;  // none: the blocks stay on the device

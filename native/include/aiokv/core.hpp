@@ -16,7 +16,7 @@
 //   store_saver_ fetches_   the ways from the host tier to the stores, and back
 //   promises_ uses_ batches_     what leases will compute, wait for, and compute now
 //   peers_        the ways between leases and other engines
-//   external_      leases on device blocks that a server owns
+//   device_uses_ external_groups_ external_   leases on device blocks that a server owns
 //   matching_ publication_ swaps_ grants_ releases_ completions_ tiers_ decoding_   the transitions
 //
 // violations() checks the invariants I1-I6 of the design from scratch.
@@ -38,6 +38,7 @@
 #include "aiokv/decoding.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/external_blocks.hpp"
+#include "aiokv/external_groups.hpp"
 #include "aiokv/fetches.hpp"
 #include "aiokv/grants.hpp"
 #include "aiokv/hot_prefixes.hpp"
@@ -92,8 +93,9 @@ class Core {
         return grants_.extend(ids, num_tokens);
     }
     // Names the external device blocks of the next positions.
-    void assign(LeaseId id, std::span<const BlockId> ids, std::int64_t computed_tokens) {
-        external_.assign(leases_.at(id), ids, computed_tokens);
+    void assign(LeaseId id, std::span<const BlockId> ids, std::int64_t computed_tokens,
+                std::span<const BlockId> group_ids) {
+        external_.assign(leases_.at(id), ids, computed_tokens, group_ids);
     }
     // `id`: any lease that match() has returned, even a released one.
     bool is_idle(LeaseId id) const { return external_.uses().is_idle(id); }
@@ -178,7 +180,7 @@ class Core {
     bool wants_write_backs() const { return !external_.exist() && saver_.wants_write_backs(); }
     bool must_look_further() const { return saver_.must_look_further(); }
     bool wants_backups() const {
-        if (external_.exist()) return external_.saves().wants();
+        if (external_.exist()) return external_.saves().wants() || auxiliary_.want_saves();
         return saver_.wants_backups() || auxiliary_.want_saves();
     }
 
@@ -356,6 +358,8 @@ class Core {
     BlockEvents events_;
     RecurrentState state_;
     SlidingWindows windows_;
+    DeviceUses device_uses_;
+    ExternalGroups external_groups_;
     AuxiliaryGroups auxiliary_;
     Residency residency_;
     Saver saver_;

@@ -61,6 +61,15 @@ struct WindowConfig {
     std::uint32_t step_tokens = 0;  // most positions that a step computes for a lease; 0: no limit
     std::uint32_t sink_tokens = 0;  // 0: no sink
     std::uint32_t host_blocks = 0;  // blocks in host memory
+
+    // Blocks that a hit needs at its end, and at the beginning of the prompt.
+    std::uint32_t tail_blocks(std::uint32_t block_tokens) const {
+        const std::uint32_t seen = window_tokens == 0 ? 0 : window_tokens - 1;
+        return seen / block_tokens + (seen % block_tokens != 0);
+    }
+    std::uint32_t head_blocks(std::uint32_t block_tokens) const {
+        return sink_tokens / block_tokens + (sink_tokens % block_tokens != 0);
+    }
 };
 
 struct CoreConfig {

@@ -16,6 +16,7 @@
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/device_uses.hpp"
+#include "aiokv/external_groups.hpp"
 #include "aiokv/external_saves.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
@@ -37,15 +38,18 @@ class ExternalBlocks {
   public:
     ExternalBlocks(const CoreConfig& config, const DevicePool& device, RunPool& host,
                    LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
-                   TransferLedger& transfers, Promises& promises)
+                   TransferLedger& transfers, Promises& promises, DeviceUses& uses,
+                   ExternalGroups& groups)
         : config_(config),
           device_(device),
           leases_(leases),
           index_(index),
           residency_(residency),
           transfers_(transfers),
+          uses_(uses),
+          groups_(groups),
           saves_(config, device, host, leases, index, residency, store_saver, transfers, promises,
-                 uses_) {}
+                 uses, groups) {}
 
     ExternalBlocks(const ExternalBlocks&) = delete;
     ExternalBlocks& operator=(const ExternalBlocks&) = delete;
@@ -59,9 +63,11 @@ class ExternalBlocks {
     }
 
     // Appends ids to the table of a granted lease. The first call begins the onload of the cached
-    // positions from `computed_tokens` on, which the server's own cache does not have. Throws
+    // positions from `computed_tokens` on, which the server's own cache does not have. `group_ids`:
+    // one row of as many ids per group besides attention, where kNoBlock is none; or empty. Throws
     // LeaseError or UsageError, changing nothing.
-    void assign(Lease& lease, std::span<const BlockId> ids, std::int64_t computed_tokens);
+    void assign(Lease& lease, std::span<const BlockId> ids, std::int64_t computed_tokens,
+                std::span<const BlockId> group_ids);
     // Drops the refs and the ids of the lease.
     void give_up(Lease& lease);
     // Call when the lease no longer waits for the onload. An onload without a waiting lease is
@@ -83,6 +89,8 @@ class ExternalBlocks {
 
     ExternalSaves& saves() { return saves_; }
     const ExternalSaves& saves() const { return saves_; }
+    ExternalGroups& groups() { return groups_; }
+    const ExternalGroups& groups() const { return groups_; }
     DeviceUses& uses() { return uses_; }
     const DeviceUses& uses() const { return uses_; }
 
@@ -97,11 +105,12 @@ class ExternalBlocks {
     };
 
     [[noreturn]] static void refuse_always(const char* call, const char* hint);
-    void check_ids(const Lease& lease, std::span<const BlockId> ids);
+    void check_ids(const Lease& lease, std::span<const BlockId> ids,
+                   std::span<const BlockId> group_ids);
+    void check_id(const Lease& lease, BlockId id);
     void check_computed(const Lease& lease, std::size_t blocks, std::int64_t computed_tokens) const;
     void check_hit(const Lease& lease, std::size_t blocks, std::size_t first) const;
-    void check_targets(const Lease& lease, std::span<const BlockId> ids, std::size_t from,
-                       std::size_t to) const;
+    void check_target(const Lease& lease, BlockId id) const;
     void begin_onload(Lease& lease, std::size_t first);
     std::vector<std::pair<LeaseId, std::uint32_t>> leases_with(std::vector<BlockId> ids,
                                                                LeaseId except) const;
@@ -112,7 +121,8 @@ class ExternalBlocks {
     Index& index_;
     Residency& residency_;
     TransferLedger& transfers_;
-    DeviceUses uses_;
+    DeviceUses& uses_;
+    ExternalGroups& groups_;
     ExternalSaves saves_;
     std::unordered_map<TransferId, Onload> onloads_;
     std::vector<TransferId> abandoned_;

@@ -27,6 +27,7 @@
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/device_uses.hpp"
+#include "aiokv/external_groups.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/promises.hpp"
@@ -42,11 +43,12 @@ class ExternalSaves {
   public:
     ExternalSaves(const CoreConfig& config, const DevicePool& device, RunPool& host,
                   LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
-                  TransferLedger& transfers, Promises& promises, DeviceUses& uses);
+                  TransferLedger& transfers, Promises& promises, DeviceUses& uses,
+                  ExternalGroups& groups);
 
     // Queues saves of the computed, named, full blocks of a lease that the host lacks, if the write
-    // policy wants them. Stops before the first block that an onload writes. Returns the number of
-    // queued blocks.
+    // policy wants them, and of the copies of other groups. Stops before the first block that an
+    // onload writes. Returns the number of queued blocks.
     std::uint32_t publish(Lease& lease);
     // Calls publish() again for granted leases whose last call has stopped at a block that an
     // onload wrote.
@@ -91,8 +93,7 @@ class ExternalSaves {
     void check(Report& report) const;
 
   private:
-    using Place = std::uint64_t;  // a node, or (kSaveBit | id) a block that is being saved
-    static constexpr Place kSaveBit = Place{1} << 32;
+    using Place = SavePlace;
 
     enum class State : std::uint8_t {
         kFree,
@@ -122,9 +123,10 @@ class ExternalSaves {
         std::vector<SaveId> blocks;
     };
 
+    std::uint32_t queue_blocks(Lease& lease);
     std::size_t target(Lease& lease);
     void count_uses(Lease& lease, std::size_t blocks);
-    std::size_t before_written(const Lease& lease, std::size_t blocks);
+    std::size_t before_written(Lease& lease, std::size_t blocks);
     SaveId find(Place above, Tokens tokens, ItemKey items) const;
     SaveId queue(Lease& lease, std::size_t block, Place above);
     void link(SaveId id, Place above);
@@ -150,6 +152,7 @@ class ExternalSaves {
     TransferLedger& transfers_;
     Promises& promises_;
     DeviceUses& uses_;
+    ExternalGroups& groups_;
     std::optional<ReuseSketch> offered_;  // blocks seen before, for kNthUse
 
     std::deque<Block> blocks_;

@@ -53,6 +53,11 @@ class HostCopies {
     // dropped or stores have brought its copy.
     void finish_save(const Move& save, std::uint32_t good);
 
+    // Takes a host id. Evicts an idle one when none is free. Requires pool().room() > 0.
+    BlockId take();
+    // Attaches the caller's host id, which has arrived, to a node without one.
+    void attach(NodeId node, BlockId id);
+
     // -- stores
     // Call once, before the first save.
     void connect_stores(StoredBlocks& stored, Residency& residency) {
@@ -65,8 +70,10 @@ class HostCopies {
     }
 
     void add_to(GroupStatistics& statistics) const;
-    // `readers`: number of readers per host id, without the moves and the stores.
-    void check(Report& report, std::vector<std::uint32_t> readers) const;
+    // `readers`: number of readers per host id, without the moves and the stores. `owned`: ids of
+    // ExternalGroups.
+    void check(Report& report, std::vector<std::uint32_t> readers,
+               std::span<const BlockId> owned) const;
 
   private:
     static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }

@@ -77,6 +77,13 @@ struct WindowTable {
     bool has_arrived = false;    // true: all blocks of received_ticket have arrived
 };
 
+// The ids of one group that a server has named for a lease; see ExternalGroups.
+struct ExternalTable {
+    std::vector<BlockId> ids;     // of blocks from Lease::named_from on; kNoBlock: none
+    std::vector<BlockId> pinned;  // host ids of the hit, until assign() copies them
+    GroupHit hit;                 // hit of the last grant
+};
+
 // Positions of a lease.
 struct TokenRange {
     std::uint32_t first;
@@ -139,6 +146,11 @@ struct Lease {
     std::uint32_t counted_blocks = 0;  // leading blocks whose use is counted
     std::uint32_t due_blocks = 0;      // leading blocks that were used often enough
     std::uint64_t use_hash = 0;        // hash of the counted blocks
+
+    // Other groups of a server; see ExternalGroups.
+    std::vector<ExternalTable> external;  // one per group, while it has blocks
+    std::uint32_t named_from = 0;         // first block whose ids are kept
+    std::vector<BlockId> awaited_ids;     // ids it reads that onloads of other leases were writing
 
     LeaseId id() const { return (LeaseId{generation} << 32) | index; }
     bool is(LeaseState other) const { return state == other; }

@@ -60,9 +60,10 @@ GroupStatistics BlockGroup::statistics() const {
 }
 
 void BlockGroup::check(Report& report, Ownership ids, std::vector<std::uint32_t> readers,
-                       std::vector<std::uint32_t> host_readers) const {
+                       std::vector<std::uint32_t> host_readers,
+                       std::span<const BlockId> owned) const {
     pool.check(report, std::move(ids), readers, index_.tree());
-    if (host) host->check(report, std::move(host_readers));
+    if (host) host->check(report, std::move(host_readers), owned);
 }
 
 }  // namespace aiokv

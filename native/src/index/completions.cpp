@@ -44,7 +44,15 @@ void Completions::finish_external(TransferId id, Outcome outcome, std::uint32_t 
 void Completions::finish_move(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
     const Move move = transfers_.end_move(id);
     const std::uint32_t good = proven(outcome, first_bad_block, move.targets.size());
-    auxiliary_.finish_move(move, outcome, good);
+    if (external_.exist()) {
+        const bool failed = outcome == Outcome::kFailed;
+        for (const LeaseId reader : external_.groups().finish_move(id, move, good, failed)) {
+            fail(leases_.at(reader), 0);
+        }
+        external_.saves().publish_postponed();
+    } else {
+        auxiliary_.finish_move(move, outcome, good);
+    }
     if (move.lease == 0) return;
     Lease& lease = leases_.at(move.lease);
     if (outcome != Outcome::kDone) fail(lease, 0);

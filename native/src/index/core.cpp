@@ -77,7 +77,9 @@ Core::Core(const CoreConfig& config)
       events_(config_, index_, stored_),
       state_(config_, index_, leases_, transfers_),
       windows_(config_, index_, leases_, transfers_),
-      auxiliary_(state_, windows_),
+      device_uses_(),
+      external_groups_(config_, device_, leases_, index_, transfers_, device_uses_),
+      auxiliary_(state_, windows_, external_groups_),
       residency_(config_, index_, stored_, auxiliary_, device_, host_, events_),
       saver_(config_, index_.tree(), device_, host_, residency_, transfers_),
       store_saver_(config_, index_.tree(), host_, stored_, residency_, transfers_),
@@ -86,7 +88,7 @@ Core::Core(const CoreConfig& config)
       batches_(leases_),
       peers_(config_, device_, leases_, index_, auxiliary_, windows_, transfers_),
       external_(config_, device_, host_, leases_, index_, residency_, store_saver_, transfers_,
-                promises_),
+                promises_, device_uses_, external_groups_),
       matching_(config_, index_, auxiliary_, transfers_),
       fetches_(config_, index_, stored_, matching_, residency_, transfers_),
       publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_, uses_,
@@ -252,6 +254,7 @@ GroupHit Core::group_hit(LeaseId id, GroupId group) const {
     if (!lease.has_blocks() || lease.cached_tokens == 0) return {};
     if (group == kRecurrentState) return lease.recurrent.hit;
     const auto number = static_cast<std::size_t>(group);
+    if (number < lease.external.size()) return lease.external[number].hit;
     return number < lease.windows.size() ? lease.windows[number].hit : GroupHit{};
 }
 
@@ -268,6 +271,7 @@ std::vector<std::uint32_t> Core::snapshot_points(LeaseId id) const {
 
 const std::vector<BlockId>& Core::table_of(LeaseId id, std::int32_t group) const {
     const Lease& lease = leases_.at(id);
+    if (group >= 0) external_.refuse("block_table", "ask the server, which has the tables");
     return group < 0 ? lease.table : windows_.table_of(lease, static_cast<std::size_t>(group));
 }
 

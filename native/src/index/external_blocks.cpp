@@ -8,10 +8,27 @@
 
 namespace aiokv {
 
+namespace {
+
+// Visits the ids of the blocks `from` to `to - 1` of all groups.
+template <class Visit>
+void for_each_id(std::span<const BlockId> ids, std::span<const BlockId> group_ids, std::size_t from,
+                 std::size_t to, Visit visit) {
+    std::for_each(ids.begin() + static_cast<std::ptrdiff_t>(from),
+                  ids.begin() + static_cast<std::ptrdiff_t>(to), visit);
+    for (; !group_ids.empty(); group_ids = group_ids.subspan(ids.size())) {
+        for (std::size_t i = from; i < to; ++i) {
+            if (group_ids[i] != kNoBlock) visit(group_ids[i]);
+        }
+    }
+}
+
+}  // namespace
+
 // -- assign --------------------------------------------------------------------------------------
 
 void ExternalBlocks::assign(Lease& lease, std::span<const BlockId> ids,
-                            std::int64_t computed_tokens) {
+                            std::int64_t computed_tokens, std::span<const BlockId> group_ids) {
     const std::size_t size = config_.block_tokens;
     if (!lease.has_blocks() || lease.is(LeaseState::kReleasing)) {
         throw LeaseError("assign: the lease is " + std::string(name_of(lease.state)) +
@@ -19,7 +36,7 @@ void ExternalBlocks::assign(Lease& lease, std::span<const BlockId> ids,
             .of(lease.id())
             .hint("call allocate first");
     }
-    check_ids(lease, ids);
+    check_ids(lease, ids, group_ids);
     const std::size_t old = lease.table.size();
     const std::size_t cached = lease.cached_tokens / size;
     if (old > 0 && computed_tokens != 0) {
@@ -34,27 +51,35 @@ void ExternalBlocks::assign(Lease& lease, std::span<const BlockId> ids,
         check_computed(lease, ids.size(), computed_tokens);
         const auto computed = static_cast<std::uint32_t>(computed_tokens);
         first_onload = std::min<std::size_t>(computed / size, cached);
-        if (!ids.empty()) check_hit(lease, ids.size(), first_onload);
+        if (!ids.empty()) {
+            check_hit(lease, ids.size(), first_onload);
+            groups_.check_hit(lease, group_ids, first_onload);
+        }
         first_new = std::max<std::size_t>(cached, config_.blocks_for(computed));
-        check_targets(lease, ids, first_onload, std::min(cached, ids.size()));
+        const std::size_t end = std::min(cached, ids.size());
+        for_each_id(ids, group_ids, std::min(first_onload, end), end,
+                    [&](BlockId id) { check_target(lease, id); });
     }
-    for (std::size_t i = std::min(first_new, ids.size()); i < ids.size(); ++i) {
-        if (!uses_.is_written(ids[i])) continue;
-        throw UsageError("assign: an onload in flight writes block " + std::to_string(ids[i]) +
+    first_new = std::min(first_new, ids.size());
+    for_each_id(ids, group_ids, first_new, ids.size(), [&](BlockId id) {
+        if (!uses_.is_written(id)) return;
+        throw UsageError("assign: an onload in flight writes block " + std::to_string(id) +
                          ", which the lease is to compute")
             .of(lease.id())
             .hint("wait until the leases that had the block are idle before it is used again");
-    }
-    for (std::size_t i = std::min(first_new, ids.size()); i < ids.size(); ++i) {
-        if (uses_.is_read(ids[i])) saves_.note_overwritten(ids[i]);
-    }
+    });
+    for_each_id(ids, group_ids, first_new, ids.size(), [&](BlockId id) {
+        if (uses_.is_read(id)) saves_.note_overwritten(id);
+    });
     lease.table.insert(lease.table.end(), ids.begin(), ids.end());
+    groups_.name(lease, group_ids, old, first_new);
     lease.num_tokens = static_cast<std::uint32_t>(
         std::min<std::size_t>(lease.table.size() * size, static_cast<std::size_t>(kMaxTokens)));
     if (old > 0 || ids.empty()) return;
     lease.computed_tokens =
         std::max(lease.computed_tokens, static_cast<std::uint32_t>(computed_tokens));
     if (first_onload < cached) begin_onload(lease, first_onload);
+    groups_.begin_onloads(lease, first_onload);
 }
 
 void ExternalBlocks::refuse_always(const char* call, const char* hint) {
@@ -64,27 +89,37 @@ void ExternalBlocks::refuse_always(const char* call, const char* hint) {
         .hint(hint);
 }
 
-void ExternalBlocks::check_ids(const Lease& lease, std::span<const BlockId> ids) {
+void ExternalBlocks::check_id(const Lease& lease, BlockId id) {
+    if (id < 0 || static_cast<std::uint32_t>(id) >= config_.device_blocks) {
+        throw UsageError("assign: block id " + std::to_string(id) +
+                         " is out of range; the device has " + str(config_.device_blocks) +
+                         " blocks, from 0 on")
+            .of(lease.id())
+            .field("device_blocks");
+    }
+    std::uint32_t& seen = seen_[static_cast<std::size_t>(id)];
+    if (seen == check_) {
+        throw UsageError("assign: block id " + std::to_string(id) + " is listed twice")
+            .of(lease.id());
+    }
+    seen = check_;
+}
+
+void ExternalBlocks::check_ids(const Lease& lease, std::span<const BlockId> ids,
+                               std::span<const BlockId> group_ids) {
     if (seen_.empty()) seen_.resize(config_.device_blocks, 0);
     if (++check_ == 0) {
         std::fill(seen_.begin(), seen_.end(), 0);
         check_ = 1;
     }
-    for (const BlockId id : ids) {
-        if (id < 0 || static_cast<std::uint32_t>(id) >= config_.device_blocks) {
-            throw UsageError("assign: block id " + std::to_string(id) +
-                             " is out of range; the device has " + str(config_.device_blocks) +
-                             " blocks, from 0 on")
-                .of(lease.id())
-                .field("device_blocks");
-        }
-        std::uint32_t& seen = seen_[static_cast<std::size_t>(id)];
-        if (seen == check_) {
-            throw UsageError("assign: block id " + std::to_string(id) + " is listed twice")
-                .of(lease.id());
-        }
-        seen = check_;
+    if (!group_ids.empty() && group_ids.size() != ids.size() * groups_.groups().size()) {
+        throw UsageError("assign: " + str(group_ids.size()) + " ids of groups for " +
+                         str(ids.size()) + " blocks and " + str(groups_.groups().size()) +
+                         " groups")
+            .of(lease.id())
+            .field("windows");
     }
+    for_each_id(ids, group_ids, 0, ids.size(), [&](BlockId id) { check_id(lease, id); });
     const auto known = std::find_if(lease.table.begin(), lease.table.end(), [this](BlockId id) {
         return seen_[static_cast<std::size_t>(id)] == check_;
     });
@@ -140,17 +175,14 @@ void ExternalBlocks::check_hit(const Lease& lease, std::size_t blocks, std::size
         .hint("preempt the lease, then allocate again");
 }
 
-void ExternalBlocks::check_targets(const Lease& lease, std::span<const BlockId> ids,
-                                   std::size_t from, std::size_t to) const {
-    for (std::size_t i = from; i < to; ++i) {
-        const bool is_read = uses_.is_read(ids[i]);
-        if (!is_read && !uses_.is_written(ids[i])) continue;
-        throw UsageError("assign: " + std::string(is_read ? "a save reads" : "an onload writes") +
-                         " block " + std::to_string(ids[i]) +
-                         ", into which cached positions are to be copied")
-            .of(lease.id())
-            .hint("wait until the leases that had the block are idle before it is used again");
-    }
+void ExternalBlocks::check_target(const Lease& lease, BlockId id) const {
+    const bool is_read = uses_.is_read(id);
+    if (!is_read && !uses_.is_written(id)) return;
+    throw UsageError("assign: " + std::string(is_read ? "a save reads" : "an onload writes") +
+                     " block " + std::to_string(id) +
+                     ", into which cached positions are to be copied")
+        .of(lease.id())
+        .hint("wait until the leases that had the block are idle before it is used again");
 }
 
 // -- onloads -------------------------------------------------------------------------------------
@@ -181,7 +213,7 @@ const Transfer& ExternalBlocks::get(TransferId id) const {
 }
 
 Step ExternalBlocks::after_step(LeaseId lease) const {
-    Step newest = saves_.after_step(lease);
+    Step newest = std::max(saves_.after_step(lease), groups_.after_step(lease));
     for (const auto& [id, onload] : onloads_) {
         if (onload.named_by == lease) newest = std::max(newest, onload.transfer.after_step);
     }
@@ -201,6 +233,8 @@ void ExternalBlocks::replace_lease(TransferId id, LeaseId from, LeaseId to) {
 std::vector<TransferId> ExternalBlocks::take_abandoned() {
     std::vector<TransferId> ids = std::exchange(abandoned_, {});
     std::erase_if(ids, [this](TransferId id) { return !onloads_.contains(id); });
+    const std::vector<TransferId> moves = transfers_.take_abandoned();
+    ids.insert(ids.end(), moves.begin(), moves.end());
     return ids;
 }
 
@@ -279,6 +313,7 @@ void ExternalBlocks::check(Report& report) const {
         }
     }
     saves_.check(report);
+    groups_.check(report);
 }
 
 }  // namespace aiokv

@@ -34,7 +34,7 @@ Digest sketch_digest(std::uint64_t chain) {
 ExternalSaves::ExternalSaves(const CoreConfig& config, const DevicePool& device, RunPool& host,
                              LeaseTable& leases, Index& index, Residency& residency,
                              StoreSaver& store_saver, TransferLedger& transfers, Promises& promises,
-                             DeviceUses& uses)
+                             DeviceUses& uses, ExternalGroups& groups)
     : config_(config),
       device_(device),
       host_(host),
@@ -44,7 +44,8 @@ ExternalSaves::ExternalSaves(const CoreConfig& config, const DevicePool& device,
       store_saver_(store_saver),
       transfers_(transfers),
       promises_(promises),
-      uses_(uses) {
+      uses_(uses),
+      groups_(groups) {
     if (config.external_device && config.write_policy == SavePolicy::kNthUse) {
         offered_.emplace(2 * (std::uint64_t{config.device_blocks} + config.host_blocks),
                          config.write_uses);
@@ -79,6 +80,13 @@ void ExternalSaves::count_uses(Lease& lease, std::size_t blocks) {
 }
 
 std::uint32_t ExternalSaves::publish(Lease& lease) {
+    const std::uint32_t queued = queue_blocks(lease);
+    // The server may reuse ids behind a window when their positions are committed.
+    if (groups_.exist()) groups_.forget_ids(lease, lease.computed_tokens / config_.block_tokens);
+    return queued;
+}
+
+std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
     if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) {
         return 0;
     }
@@ -99,6 +107,7 @@ std::uint32_t ExternalSaves::publish(Lease& lease) {
         const ItemKey items = key_of(lease.item_keys, block);
         const NodeId last = lease.path.empty() ? index_.root_of(lease) : lease.path.back();
         const Place above = lease.saving.empty() ? Place{last} : kSaveBit | lease.saving.back();
+        const bool due = saves && (!offered_ || block < lease.due_blocks);
         if (lease.saving.empty()) {
             const NodeId node = tree.find_child(last, tokens.data(), items);
             if (node != kNone) {  // another lease or a store has brought it
@@ -106,18 +115,19 @@ std::uint32_t ExternalSaves::publish(Lease& lease) {
                 residency_.ref({&node, 1});
                 residency_.note_use(lease, static_cast<std::uint32_t>(block), node);
                 lease.path.push_back(node);
+                if (due) queued += groups_.save(lease, block, node);
                 continue;
             }
         }
         SaveId id = find(above, tokens, items);
         if (id == kNone) {
-            const bool due = saves && (!offered_ || block < lease.due_blocks);
             if (!due) break;
             id = queue(lease, block, above);
             ++queued;
         }
         blocks_[id].leases.push_back(lease.id());
         lease.saving.push_back(id);
+        if (due) queued += groups_.save(lease, block, kSaveBit | id);
     }
     announce_changed();
     return queued;
@@ -125,8 +135,12 @@ std::uint32_t ExternalSaves::publish(Lease& lease) {
 
 // Returns the number of blocks before the first one that an onload writes. Later blocks were
 // computed from bytes that may never arrive.
-std::size_t ExternalSaves::before_written(const Lease& lease, std::size_t blocks) {
+std::size_t ExternalSaves::before_written(Lease& lease, std::size_t blocks) {
     if (uses_.writes().empty() || lease.path.size() + lease.saving.size() >= blocks) return blocks;
+    if (groups_.exist() && groups_.awaits_onload(lease)) {
+        postponed_.insert(lease.id());
+        return 0;
+    }
     const auto end = lease.table.begin() + static_cast<std::ptrdiff_t>(blocks);
     const auto written =
         std::find_if(lease.table.begin(), end, [this](BlockId id) { return uses_.is_written(id); });
@@ -192,6 +206,7 @@ void ExternalSaves::note_overwritten(BlockId device) {
         if (block.state == State::kQueued) lose(id);
         if (block.state == State::kCopying) block.overwritten = true;
     }
+    groups_.note_overwritten(device);
     announce_changed();
 }
 
@@ -300,6 +315,7 @@ void ExternalSaves::lose(SaveId top) {
         for (const LeaseId lease : block.leases) cut(leases_.at(lease), id);
         block.leases.clear();
         block.below.clear();
+        groups_.lose(id);
         if (block.items != kNoItems) index_.tree().item_keys().unref(block.items);
         if (block.state == State::kQueued) uses_.end_read(block.device, block.reader);
         const bool is_proven = block.state == State::kProven;
@@ -344,6 +360,7 @@ void ExternalSaves::insert_one(SaveId id, std::vector<SaveId>& next) {
     // another.
     if (!residency_.give_host_copy(found, block.host)) residency_.free_host({&block.host, 1});
     ++published_;
+    groups_.settle(id, node);
     for (const LeaseId lease_id : block.leases) {
         Lease& lease = leases_.at(lease_id);
         note_changed(lease);
@@ -419,6 +436,7 @@ void ExternalSaves::give_up_queue() {
         if (blocks_[id].state == State::kQueued) lose(id);
         free(id);
     }
+    groups_.give_up_queue();
     announce_changed();
 }
 

@@ -79,17 +79,27 @@ TransferId HostCopies::take_save(std::uint32_t limit) {
     save.sources = take_queued(limit);
     if (save.sources.empty()) return 0;
     for (const BlockId source : save.sources) {
-        BlockId target = kNoBlock;
-        if (pool_.take(target)) {
-            ++evicted_;
-            index_.change();
-        }
-        save.targets.push_back(target);
+        save.targets.push_back(take());
         save.after_step = std::max(save.after_step, device_.after_step(source));
         device_.add_reader(source);
         being_saved_[at(source)] = true;
     }
     return transfers_.begin_move(std::move(save));
+}
+
+BlockId HostCopies::take() {
+    BlockId id = kNoBlock;
+    if (pool_.take(id)) {
+        ++evicted_;
+        index_.change();
+    }
+    return id;
+}
+
+void HostCopies::attach(NodeId node, BlockId id) {
+    pool_.attach(node, id);
+    if (stores_) stores_->note_copy(id);
+    ++saved_;
 }
 
 // Each source still belongs to its node, because the save reads it, and no other save has it.
@@ -102,9 +112,7 @@ void HostCopies::finish_save(const Move& save, std::uint32_t good) {
             pool_.give_back(save.targets[i], 0);
             continue;
         }
-        pool_.attach(node, save.targets[i]);
-        if (stores_) stores_->note_copy(save.targets[i]);
-        ++saved_;
+        attach(node, save.targets[i]);
     }
 }
 
@@ -116,9 +124,11 @@ void HostCopies::add_to(GroupStatistics& statistics) const {
     if (stores_) stores_->add_to(statistics);
 }
 
-void HostCopies::check(Report& report, std::vector<std::uint32_t> readers) const {
+void HostCopies::check(Report& report, std::vector<std::uint32_t> readers,
+                       std::span<const BlockId> owned) const {
     Ownership ids =
         report.pool(group_ == kRecurrentState ? "host state" : "host window", pool_.capacity());
+    for (const BlockId id : owned) ids.own(id, "a save");
     if (stores_) stores_->check(report, ids, readers);
     std::size_t saves = 0;
     for (const auto& [id, move] : transfers_.moves()) {
@@ -127,8 +137,9 @@ void HostCopies::check(Report& report, std::vector<std::uint32_t> readers) const
             for (const BlockId source : move.sources) ++readers[at(source)];
             continue;
         }
-        saves += move.sources.size();
         for (const BlockId target : move.targets) ids.own(target, "a save");
+        if (config_.external_device) continue;  // the sources are not ids of a pool
+        saves += move.sources.size();
         for (const BlockId source : move.sources) {
             report.require(being_saved_[at(source)], "I3: save ", id, " reads device id ", source,
                            " of the ", ids.tier(), " copies, which counts as idle");

@@ -155,6 +155,8 @@ void LeaseTable::close(Lease& lease) {
         free_memory(lease.saving);
         free_memory(lease.recurrent.snapshots);
         free_memory(lease.windows);
+        free_memory(lease.external);
+        free_memory(lease.awaited_ids);
     }
     free_.push_back(lease.index);
 }

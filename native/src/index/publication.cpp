@@ -70,6 +70,7 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
         device_.use_in(std::span(lease.table).subspan(used, config_.blocks_for(computed) - used),
                        step);
         windows_.use_computed(lease, computed, step);
+        external_.groups().use_computed(lease, config_.blocks_for(computed), step);
     }
     lease.computed_blocks +=
         config_.blocks_for(computed) - config_.blocks_for(lease.computed_tokens);

@@ -77,12 +77,12 @@ void Releases::give_back(Lease& lease, Step step, LeaseState next) {
 
 void Releases::leave_onloads(Lease& lease, Step step) {
     for (const TransferId id : lease.onloads) {
-        if (external_.exist()) {
-            external_.leave_onload(id, lease.id());
-            continue;
-        }
         if (transfers_.is_move(id)) {
             auxiliary_.orphan_move(lease, id, transfers_.move(id).group, step);
+            continue;
+        }
+        if (external_.exist()) {
+            external_.leave_onload(id, lease.id());
             continue;
         }
         if (transfers_.get(id).has_tail_of(lease.id())) swaps_.orphan_tail(lease, id, step);
@@ -169,6 +169,7 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     }
     if (lease.frontier != kNone) promises_.add(lease);
     windows_.fit(lease, step);
+    external_.groups().truncate(lease, blocks);
     return keeper;
 }
 
@@ -204,7 +205,7 @@ LeaseId Releases::set_aside(Lease& lease, Step step) {
     keeper.computed_tokens = lease.computed_tokens;
     keeper.cached_tokens = lease.cached_tokens;
     for (const TransferId id : keeper.onloads) {
-        if (external_.exist()) {
+        if (external_.exist() && !transfers_.is_move(id)) {
             external_.replace_lease(id, lease.id(), keeper.id());
         } else {
             transfers_.replace_lease(id, lease.id(), keeper.id());

@@ -21,9 +21,8 @@ const WindowConfig& window_of(const CoreConfig& config, GroupId number) {
 
 GroupPool make_pool(const CoreConfig& config, GroupId number) {
     const WindowConfig& window = window_of(config, number);
-    const std::uint32_t seen = window.window_tokens == 0 ? 0 : window.window_tokens - 1;
-    return {window.device_blocks, ceil_div(seen, config.block_tokens),
-            ceil_div(window.sink_tokens, config.block_tokens)};
+    return {window.device_blocks, window.tail_blocks(config.block_tokens),
+            window.head_blocks(config.block_tokens)};
 }
 
 }  // namespace
@@ -58,6 +57,7 @@ WindowGroup::WindowGroup(const CoreConfig& core_config, GroupId number, Index& i
 SlidingWindows::SlidingWindows(const CoreConfig& config, Index& index, const LeaseTable& leases,
                                TransferLedger& transfers)
     : config_(config), index_(index), leases_(leases), transfers_(transfers) {
+    if (config.external_device) return;  // see ExternalGroups
     for (std::size_t g = 0; g < config.windows.size(); ++g) {
         groups_.emplace_back(config, static_cast<GroupId>(g), index, transfers);
     }

@@ -539,8 +539,15 @@ void bind_core(nb::module_& m) {
         .def("truncate", &Core::truncate, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Return what retract() returns.")
         .def("extend", &Core::extend, "leases"_a, "num_tokens"_a)
-        .def("assign", &Core::assign, "lease"_a, "ids"_a, "computed_tokens"_a = 0,
-             "Append device ids of a server to the table of a lease.")
+        .def(
+            "assign",
+            [](Core& core, LeaseId id, Tokens ids, std::int64_t computed_tokens,
+               std::optional<Tokens> group_ids) {
+                core.assign(id, ids, computed_tokens, group_ids.value_or(Tokens()));
+            },
+            "lease"_a, "ids"_a, "computed_tokens"_a = 0, "group_ids"_a = nb::none(),
+             "Append device ids of a server to the table of a lease; group_ids has one row of as "
+             "many ids per other group, -1 for none, or is empty.")
         .def("is_idle", &Core::is_idle, "lease"_a,
              "Return whether no transfer uses ids that the lease, which may have ended, has named.")
         .def("idle_after_step", &Core::idle_after_step, "lease"_a,
