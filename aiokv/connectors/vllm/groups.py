@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-Retention = Literal["all", "window", "last"]
+    from aiokv.base.groups import Retention
 
 NULL_BLOCK: Final = 0
 """Block that stands in vLLM's tables for a block that was freed, or was never there."""

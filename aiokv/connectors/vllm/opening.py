@@ -12,7 +12,7 @@ from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.events import EventCollector
 from aiokv.connectors.vllm.groups import KVGroups
 from aiokv.connectors.vllm.sources import EngineSource, RankSource
-from aiokv.connectors.vllm.tensors import LayerTensors, page_bytes_of
+from aiokv.connectors.vllm.tensors import LayerTensors, first_tensor, page_bytes_of
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import ConfigError
 from aiokv.layout.host_format import pitch_bytes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from aiokv.connectors.vllm.groups import Retention
+    from aiokv.base.groups import Retention
     from aiokv.connectors.vllm.options import Options
     from aiokv.connectors.vllm.worker import Source
 
@@ -107,8 +107,8 @@ def cache_config(
         host_blocks=host_blocks,
         windows={
             side.name: WindowGroup(
-                **{"retention": side.retention},
-                window_tokens=side.window_tokens or None,
+                retention=side.retention,
+                window_tokens=side.window_tokens,
                 device_blocks=kv_cache_config.num_blocks,
                 host_blocks=max(int(host_blocks * HOST_SHARES[side.retention]), 1),
             )
@@ -172,13 +172,15 @@ def worker_half(
         ConfigError: the layout of a tensor is unknown, or a setting is wrong.
     """
     pages = page_bytes_of(kv_cache_config.kv_cache_groups)
+    sizes = {
+        first_tensor(kv_caches[name]).data_ptr(): size
+        for name, size in pages.items()
+        if name in kv_caches
+    }
     for name, tensor in kv_caches.items():  # layers that share the tensor of another one
-        owner = next(
-            (n for n in pages if n in kv_caches and kv_caches[n].data_ptr() == tensor.data_ptr()),
-            None,
-        )
-        if name not in pages and owner is not None:
-            pages[name] = pages[owner]
+        size = sizes.get(first_tensor(tensor).data_ptr())
+        if size is not None:
+            pages.setdefault(name, size)
     groups = KVGroups.of(kv_cache_config)
     layers = LayerTensors(kv_caches, pages, kv_cache_config.num_blocks, groups)
     engine_id = engine_id_of(vllm_config)

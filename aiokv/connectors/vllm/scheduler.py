@@ -296,11 +296,7 @@ class SchedulerHalf:
                 lease,
                 cached.table[:blocks],
                 computed_tokens=onload.first,
-                **(
-                    {"groups": cached.tables.sides_of_hit(self._groups, blocks)}
-                    if self._groups.sides
-                    else {}
-                ),
+                groups=cached.tables.sides_of_hit(self._groups, blocks),
             )
             answers = self._cache.run(calls)
             if self._cache.succeeded(answers, f"load of request {cached.request_id}"):
@@ -494,11 +490,7 @@ class SchedulerHalf:
             sides = cached.tables.sides_to_save(
                 self._groups, cached.assigned, blocks, cached.kept_tokens
             )
-            answers.append(
-                calls.assign(
-                    lease, ids, computed_tokens=computed, **({"groups": sides} if sides else {})
-                )
-            )
+            answers.append(calls.assign(lease, ids, computed_tokens=computed, groups=sides))
             for side in sides.values():
                 cached.saving += [block for block in side if block != NO_BLOCK]
         answers.append(calls.commit(lease, end))

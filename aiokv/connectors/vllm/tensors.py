@@ -54,7 +54,7 @@ class LayerTensors:
         """
         names = sorted(kv_caches, key=_order)
         self.layer_of: dict[str, int] = {}
-        tensors = {name: _first(kv_caches[name]) for name in names}
+        tensors = {name: first_tensor(kv_caches[name]) for name in names}
         group_of = {name: i for i, layers in enumerate(groups.layers) for name in layers}
         first_of: dict[tuple[int, int], str] = {}  # by group and address
         for name in names:
@@ -79,7 +79,8 @@ class LayerTensors:
         self.device = str(tensors[names[0]].device) if names else "cpu"
 
 
-def _first(tensor: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+def first_tensor(tensor: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+    """Return the tensor at the beginning of the pages of a layer."""
     return tensor if isinstance(tensor, torch.Tensor) else tensor[0]
 
 

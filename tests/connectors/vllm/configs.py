@@ -26,13 +26,18 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
 )
 
-from tests.connectors.vllm.runner import DIM, HEADS, LAYER_NAMES
+from tests.connectors.vllm.model import WINDOW
+from tests.connectors.vllm.runner import DIM, HEADS, LAYER_NAMES, layer_names
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from collections.abc import Sequence
+
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 BLOCK_TOKENS: Final = 4
 MAX_MODEL_LEN: Final = 512
@@ -78,18 +83,50 @@ def model_config() -> ModelConfig:
     )
 
 
-def tensor_of(name: str, spec: KVCacheSpec, num_blocks: int) -> KVCacheTensor:
-    """Return the place of a layer that has a tensor of its own."""
+def tensors_of(names: Sequence[str], spec: KVCacheSpec, num_blocks: int) -> list[KVCacheTensor]:
+    """Return the place of layers of several groups that share a tensor."""
     size = spec.page_size_bytes * num_blocks
     if "shared_by" in {field.name for field in fields(KVCacheTensor)}:  # before 0.29
-        return KVCacheTensor(size=size, shared_by=[name])
-    return KVCacheTensor(
-        size=size, layers=[name], layer_stride=size, block_stride=spec.page_size_bytes
+        return [KVCacheTensor(size=size, shared_by=list(names))]
+    return [
+        KVCacheTensor(
+            size=size, layers=[name], layer_stride=size, block_stride=spec.page_size_bytes
+        )
+        for name in names
+    ]
+
+
+def spec_of(kind: str, spec: AttentionSpec) -> KVCacheSpec:
+    """Return the description of a layer of a kind of SIDES, whose pages are those of ``spec``."""
+    if kind == "full":
+        return spec
+    if kind == "window":
+        return SlidingWindowSpec(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            sliding_window=WINDOW,
+        )
+    return MambaSpec(
+        block_size=spec.block_size,
+        shapes=((spec.page_size_bytes // 4,),),
+        dtypes=(torch.int32,),
+        mamba_cache_mode="align",
     )
 
 
-def kv_cache_config(layout: str, num_blocks: int, spec: KVCacheSpec | None = None) -> KVCacheConfig:
-    """Return the configuration of vLLM for the tensors of a runner."""
+def kv_cache_config(
+    layout: str, num_blocks: int, spec: AttentionSpec | None = None, sides: Sequence[str] = ()
+) -> KVCacheConfig:
+    """Return the configuration of vLLM for the tensors of a runner.
+
+    Args:
+        layout: name of LAYOUTS.
+        num_blocks: device blocks.
+        spec: description of the layers of the first group; None for that of the layout.
+        sides: kinds of the other groups, of SIDES.
+    """
     if spec is None and layout == "latent":
         spec = MLAAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2 * HEADS * DIM, dtype=torch.int32
@@ -98,10 +135,16 @@ def kv_cache_config(layout: str, num_blocks: int, spec: KVCacheSpec | None = Non
         spec = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.int32
         )
+    groups = [(layer_names(0), spec)]
+    groups += [(layer_names(i), spec_of(kind, spec)) for i, kind in enumerate(sides, 1)]
     return KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[tensor_of(name, spec, num_blocks) for name in LAYER_NAMES],
-        kv_cache_groups=[KVCacheGroupSpec(list(LAYER_NAMES), spec)],
+        kv_cache_tensors=[
+            tensor
+            for names in zip(*(names for names, _ in groups), strict=True)
+            for tensor in tensors_of(names, spec, num_blocks)
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(names, one) for names, one in groups],
     )
 
 
@@ -118,6 +161,7 @@ def vllm_config(
     num_drafts: int = 0,
     draft_method: str = "ngram",
     kv_events: bool = False,
+    sides: Sequence[str] = (),
 ) -> VllmConfig:
     """Return the configuration of a server.
 
@@ -133,6 +177,7 @@ def vllm_config(
         num_drafts: drafts per step.
         draft_method: ``"ngram"``, or ``"eagle"`` for a draft model with KV.
         kv_events: whether vLLM publishes KV events.
+        sides: kinds of the groups besides full attention, of SIDES.
     """
     model = model_config()
     parallel = ParallelConfig(tensor_parallel_size=num_ranks)
@@ -167,7 +212,7 @@ def vllm_config(
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=async_scheduling,
-            disable_hybrid_kv_cache_manager=True,
+            disable_hybrid_kv_cache_manager=not sides,
         ),
         speculative_config=drafts,
         kv_transfer_config=transfer,
@@ -176,6 +221,9 @@ def vllm_config(
         else None,
     )
     config.cache_config.num_gpu_blocks = num_blocks
+    if "state" in sides:
+        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.mamba_block_size = BLOCK_TOKENS
     if drafts is not None:
         drafts.num_speculative_tokens = num_drafts  # 0: the draft model only has KV
     # The platform of a CPU changes these. The runners of the tests serve what a GPU does.

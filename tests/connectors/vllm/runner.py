@@ -33,6 +33,7 @@ def layer_names(group: int) -> list[str]:
 
 
 LAYOUTS = ("flash", "flash_heads_first", "infer", "latent", "kernel_blocks")
+SHARED_LAYOUTS = ("infer", "kernel_blocks")  # layers of all kinds of groups can share a tensor
 HEADS, DIM = 2, 2
 
 

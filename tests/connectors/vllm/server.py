@@ -35,18 +35,24 @@ class Server:
         layout: name of LAYOUTS.
         rng: chooses drafts.
         num_drafts: drafts per step.
+        sides: kinds of the groups besides full attention, as in ``config``.
     """
 
     def __init__(
-        self, config: Any, rng: random.Random, layout: str = "flash", num_drafts: int = 0
+        self,
+        config: Any,
+        rng: random.Random,
+        layout: str = "flash",
+        num_drafts: int = 0,
+        sides: Sequence[str] = (),
     ) -> None:
         init_none_hash(sha256)
         num_blocks = config.cache_config.num_gpu_blocks
         self.config = config
-        cache_config = kv_cache_config(layout, num_blocks)
+        cache_config = kv_cache_config(layout, num_blocks, sides=sides)
         ranks = range(config.parallel_config.world_size)
         self.runners = [
-            Runner(rank, layout, num_blocks, BLOCK_TOKENS, rng, num_drafts) for rank in ranks
+            Runner(rank, layout, num_blocks, BLOCK_TOKENS, rng, num_drafts, sides) for rank in ranks
         ]
         drafts = config.speculative_config
         if drafts is not None and drafts.method == "eagle":
