@@ -11,6 +11,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from aiokv.connectors.vllm import compat
 from tests.connectors.vllm.model import LAYERS, VOCABULARY, first_seen, next_kv, next_token
 
 if TYPE_CHECKING:
@@ -216,8 +217,13 @@ class Runner:
                     self._call_layers(connector, LAYER_NAMES[: LAYERS - self.draft_layers])
                 if not self.draft_layers:
                     connector.wait_for_save()
-            finished = connector.get_finished(output.finished_req_ids)
-            kv_output.finished_sending, kv_output.finished_recving = finished
+            if compat.CAN_FAIL_REQUESTS:
+                results = connector.get_transfer_results(output.finished_req_ids)
+                kv_output.finished_recving = results.finished_recving
+                kv_output.failed_recving = results.failed_recving
+            else:
+                finished = connector.get_finished(output.finished_req_ids)
+                kv_output.finished_sending, kv_output.finished_recving = finished
             kv_output.invalid_block_ids = connector.get_block_ids_with_load_errors()
             kv_output.kv_connector_stats = connector.get_kv_connector_stats()
             kv_output.kv_connector_worker_meta = connector.build_connector_worker_meta()
