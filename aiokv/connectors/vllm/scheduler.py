@@ -96,6 +96,7 @@ class SchedulerHalf:
         self._step = 0
         self._requests: dict[str, CachedRequest] = {}
         self._matched: list[CachedRequest] = []  # requests of the step that is being scheduled
+        self._computed_anew: set[str] = set()  # requests whose loads have failed
         self._deferred: list[CachedRequest] = []  # requests whose loads wait for blocks in use
         # Requests of the step whose output is being processed.
         self._finishing: list[CachedRequest] = []
@@ -125,7 +126,11 @@ class SchedulerHalf:
             self._follow_reset()
         cached = self._requests.get(request.request_id)
         if cached is not None and cached.granting is None:
-            self._leave(cached)  # it was not scheduled after its match, or its load has failed
+            # It was not scheduled after its match, or its load has failed. vLLM still reserves the
+            # blocks of a failed load, and might wait forever for as many again: compute it instead.
+            if cached.onload is not None:
+                self._computed_anew.add(cached.request_id)
+            self._leave(cached)
             cached = None
         if cached is None:
             cached = self._match(request, local)
@@ -164,7 +169,10 @@ class SchedulerHalf:
         if not self._cache.is_usable or not is_cacheable(request):
             return cached
         tokens = prompt_of(request)
-        read = not request.skip_reading_prefix_cache
+        read = (
+            not request.skip_reading_prefix_cache
+            and request.request_id not in self._computed_anew
+        )
         calls = self._cache.calls()
         lease = calls.match(tokens, read=read, owner=request.request_id, **names_of(request))
         future = None
@@ -397,6 +405,7 @@ class SchedulerHalf:
 
     def finished(self, request: Request) -> None:
         """Note the end of a request, whose blocks vLLM frees now."""
+        self._computed_anew.discard(request.request_id)
         cached = self._requests.pop(request.request_id, None)
         if cached is None:
             return
