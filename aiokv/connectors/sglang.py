@@ -6,40 +6,34 @@ with the hashes of pages and their places in the host pool. See ``docs/guide/sgl
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import time
 from collections import deque
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
-import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+import numpy as np
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
-from aiokv.connectors.pages import PageStore
+from aiokv.connectors.pages import PageGroup, PageStore
+from aiokv.connectors.sglang_pools import KV, HostPool
 from aiokv.errors import ConfigError, UsageError
 from aiokv.stores.options import parse_bytes
 from aiokv.stores.urls import stores_from
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    import torch
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolTransfer
 
     from aiokv.base.statistics import GuardStatistics
-    from aiokv.connectors.pages import Page
     from aiokv.stores.use import StoreUse
 
 OLDEST_RELEASE: Final = (0, 5, 20)  # earlier ones leave adapters and salts out of their hashes
-FORMAT_VERSION: Final = 1  # increase when the meaning of the bytes of a page changes
-# Variables that change the order of the bytes of a page. No object of SGLang tells a backend of
-# them.
-_LAYOUT_VARIABLES: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
+FORMAT_VERSION: Final = 2  # increase when the meaning of the bytes of a page changes
 _HINT: Final = (
-    'pass --hicache-storage-backend-extra-config with "aiokv": {"model": "NAME@REVISION", '
-    '"stores": ["redis://host:6379"]}'
+    'pass --hicache-storage-backend-extra-config with "interface_v1": 1, "aiokv": '
+    '{"model": "NAME@REVISION", "stores": ["redis://host:6379"]}'
 )
 
 
@@ -63,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does not follow SGLang
-    """Pages of SGLang's host pool in aiokv's stores. Made by SGLang.
+    """Pages of SGLang's host pools in aiokv's stores. Made by SGLang.
 
     Args:
         storage_config: model, ranks and extra configuration.
@@ -80,60 +74,85 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
             self._settings = msgspec.convert(extra.get("aiokv"), Settings)
         except msgspec.ValidationError as error:
             raise ConfigError(f"extra config, aiokv: {error}", hint=_HINT) from None
+        if not extra.get("interface_v1"):
+            raise ConfigError('extra config: "interface_v1" is not set', hint=_HINT)
         if not self._settings.model or not self._settings.stores:
             raise ConfigError("extra config, aiokv: model or stores is empty", hint=_HINT)
         self._config = storage_config
-        self._interface = "v1" if extra.get("interface_v1") else "flat"
         self._staging_bytes = parse_bytes(self._settings.staging_bytes)
         # Replicas of MLA have equal pages: the first rank saves them, and all ranks load them.
-        self._ranks = {
-            name: getattr(storage_config, name, 0)
-            for name in ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size",
-                         "dcp_rank", "dcp_size")
-            if not (storage_config.is_mla_model and name.startswith("tp_"))
-        }  # fmt: skip
         self._is_writer = not storage_config.is_mla_model or (
             storage_config.tp_rank == getattr(storage_config, "dcp_rank", 0)
         )
+        self._host_pools: dict[str, HostPool] = {}
         self._pages: PageStore | None = None
-        self._page_bytes = 0
         self._loads: deque[tuple[int, float]] = deque()  # pages and GiB/s of each call
         self._saves: deque[tuple[int, float]] = deque()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the stores for the pages of a host pool.
+        """Take the pool of the KV pages.
 
         Raises:
-            ConfigError: the layout of the pool has no pages, its element type is unknown, or a
-                store is wrong for this server.
-            AiokvError: as ``StoreSet.open``.
+            ConfigError: the layout of the pool has no pages, or its element type is unknown.
         """
         super().register_mem_pool_host(mem_pool_host)
-        parts = self._places(torch.zeros(mem_pool_host.page_size, dtype=torch.int64))[0]
-        sizes = [num_bytes for _, num_bytes in parts]
-        self.close()
-        self._page_bytes = sum(sizes)
-        self._pages = PageStore(
-            self._stores_of_this_rank(),
-            fingerprint=self._fingerprint(mem_pool_host, sizes),
-            page_bytes=self._page_bytes,
-            staging_bytes=self._staging_bytes,
-        )
+        self._register(KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Take the pool of the KV pages, which ``register_mem_pool_host`` has opened.
+        """Take a pool beside that of the KV pages: of windows, states, an indexer or a draft model.
 
         Raises:
-            ConfigError: another pool. Its pages would be missing beside those of the KV pool.
+            ConfigError: as ``register_mem_pool_host``; or SGLang saves its pages in one rank, and
+                they differ between the ranks.
+            AiokvError: a pool that is registered later than the others: as ``StorePools.open``.
         """
-        if str(host_pool_name) != "kv":
-            raise ConfigError(
-                f"the host pool {str(host_pool_name)!r} cannot be stored; aiokv stores the pool "
-                "'kv' only",
-                hint="serve models with recurrent state, sliding windows, an indexer or a draft "
-                "model without --hicache-storage-backend",
-            )
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if str(host_pool_name) != KV:
+            self._register(str(host_pool_name), host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """Open the stores for the pages of all pools.
+
+        Raises:
+            AiokvError: as ``StorePools.open``.
+        """
+        self.close()
+        pools = [pool for pool in self._host_pools.values() if pool.num_objects]
+        num_bytes = sum(pool.num_bytes for pool in pools)
+        groups = {
+            pool.group: PageGroup(
+                fingerprint=pool.fingerprint,
+                page_bytes=pool.object_bytes,
+                share=pool.num_bytes / num_bytes,
+            )
+            for pool in pools
+        }
+        self._pages = PageStore(
+            self._stores_of_this_rank(), groups, staging_bytes=self._staging_bytes
+        )
+
+    def _register(self, name: str, pool: Any) -> None:
+        kv_cache_dtype = self._settings.kv_cache_dtype
+        if str(pool.dtype) == "torch.uint8" and not kv_cache_dtype:
+            raise ConfigError(
+                f"extra config, aiokv: kv_cache_dtype is missing; the host pool {name!r} has plain "
+                "bytes, which FP8 formats share",
+                hint='set "kv_cache_dtype" to the value of --kv-cache-dtype',
+            )
+        identity = {
+            "format": FORMAT_VERSION,
+            "sglang": self._release,
+            "model": [self._settings.model, self._settings.weights_version],
+            "kv_cache_dtype": kv_cache_dtype,
+        }
+        stores = self._stores_of_this_rank()
+        is_shared = any(use.store.kind != "disk" for use in stores)
+        others = [other for other in self._host_pools.values() if other.num_objects]
+        self._host_pools[name] = HostPool(
+            name, pool, self._config, identity, is_shared=is_shared, is_first=not others
+        )
+        if self._pages is not None or not hasattr(HiCacheStorage, "on_host_pools_registered"):
+            self.on_host_pools_registered()
 
     def _stores_of_this_rank(self) -> list[StoreUse]:
         config, urls = self._config, self._settings.stores
@@ -157,38 +176,14 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
                 )
         return stores
 
-    def _fingerprint(self, pool: Any, sizes: list[int]) -> bytes:
-        dtype = str(pool.dtype)
-        if dtype == "torch.uint8" and not self._settings.kv_cache_dtype:
-            raise ConfigError(
-                "extra config, aiokv: kv_cache_dtype is missing; the host pool has plain bytes, "
-                "which FP8 formats share",
-                hint='set "kv_cache_dtype" to the value of --kv-cache-dtype',
-            )
-        facts = {
-            "format": FORMAT_VERSION,
-            "sglang": self._release,
-            "model": [self._settings.model, self._settings.weights_version],
-            "served": self._config.model_name,
-            "dtype": [dtype, self._settings.kv_cache_dtype],
-            "ranks": self._ranks,
-            "pool": [type(pool).__name__, pool.layout, pool.page_size, sizes],
-            "layers": [getattr(pool, name, None) for name in ("start_layer", "end_layer")],
-            "heads": [getattr(pool, name, None) for name in ("head_num", "head_dim", "v_head_dim")],
-            "variables": [os.environ.get(name) for name in _LAYOUT_VARIABLES],
-        }
-        return hashlib.sha256(b"aiokv sglang " + msgspec.json.encode(facts)).digest()
-
-    # --- pages in the host pool, which SGLang calls with interface_v1 -----------------------------
-
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
         """Load pages to the host pool; False from the first page on that was not loaded."""
         began = time.perf_counter()
-        loaded = self._opened().load(_digests("v1", keys), self._places(host_indices))
-        self._note(self._loads, loaded, time.perf_counter() - began)
-        return [i < loaded for i in range(len(keys))]
+        loaded = self._load(KV, keys, host_indices)
+        self._note(self._loads, sum(loaded), time.perf_counter() - began)
+        return loaded
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None
@@ -197,63 +192,81 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
         if not self._is_writer:
             return [True] * len(keys)
         began = time.perf_counter()
-        saved = self._opened().save(_digests("v1", keys), self._places(host_indices))
+        saved = self._save(KV, keys, host_indices)
         self._note(self._saves, sum(saved), time.perf_counter() - began)
         return saved
 
-    def _places(self, host_indices: torch.Tensor) -> list[Page]:
-        """Return the parts of each page.
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: object = None
+    ) -> dict[str, list[bool]]:
+        """Load pages to several host pools; see ``batch_get_v1``."""
+        return {
+            pool.name: self._load(pool.name, pool.keys, pool.host_indices) for pool in transfers
+        }
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: object = None
+    ) -> dict[str, list[bool]]:
+        """Save pages of several host pools; True for each page that a store has."""
+        return {
+            pool.name: self._save(pool.name, pool.keys, pool.host_indices) for pool in transfers
+        }
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: object = None,
+    ) -> Any:  # fmt: skip
+        """Return how many leading pages the stores have in all pools.
+
+        A pool of windows or states needs the last pages of a prefix only, as many as its transfer
+        has keys. So not every shorter prefix can be loaded: the result lists those that can.
 
         Raises:
-            ConfigError: the layout of the host pool has no pages.
+            UsageError: the hit policy of a pool is unknown.
         """
-        pool = self.mem_pool_host
-        num_pages = len(host_indices) // pool.page_size
-        if not num_pages:
-            return []
-        try:
-            addresses, sizes = pool.get_page_buffer_meta(host_indices)
-        except ValueError as error:
-            raise ConfigError(
-                f"the layout {pool.layout!r} of the host pool has no pages: {error}",
-                hint="use --hicache-mem-layout page_first or page_first_direct",
-            ) from error
-        num_parts = len(addresses) // num_pages
-        parts = list(zip(addresses, sizes, strict=True))
-        return [parts[i : i + num_parts] for i in range(0, len(parts), num_parts)]
+        num_pages = self.batch_exists(keys)
+        hits = {KV: num_pages}
+        ends = np.arange(1, num_pages + 1)
+        usable = np.ones(num_pages, np.bool_)
+        for each in (pool_transfers or []) if num_pages else []:
+            if each.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
+                raise UsageError(f"host pool {each.name!r}: unknown hit policy {each.hit_policy!r}")
+            width = num_pages
+            if each.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                width = max(1, len(each.keys or ()))
+            pages, pool = self._opened(each.name)
+            objects = pages.find(pool.digests(keys[:num_pages]), pool.group)
+            found = objects.reshape(num_pages, -1).all(axis=1)
+            missing = np.append(0, np.cumsum(~found))  # before each page
+            complete = missing[ends] == missing[np.maximum(ends - width, 0)]
+            if complete.any():
+                hits[each.name] = int(ends[complete].max())
+            usable &= complete
+        prefixes = ends[usable].tolist()
+        return PoolTransferResult(max(prefixes, default=0), hits, prefixes)
 
-    # --- pages as tensors, which SGLang calls otherwise -------------------------------------------
+    def _load(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        pages, pool = self._opened(name)
+        objects = pool.objects(len(keys), host_indices)
+        loaded = pages.load(pool.digests(keys), objects, pool.group) if objects else 0
+        return [loaded >= (i + 1) * pool.num_objects for i in range(len(keys))]
 
-    def get(
-        self, key: str, target_location: Any = None, target_sizes: object = None
-    ) -> torch.Tensor | None:
-        """Load a page to a tensor; None if it was not loaded."""
-        return self.batch_get([key], [target_location])[0]
+    def _save(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        pages, pool = self._opened(name)
+        objects = pool.objects(len(keys), host_indices)
+        saved = pages.save(pool.digests(keys), objects, pool.group) if objects else []
+        step = pool.num_objects
+        return [all(saved[i * step : (i + 1) * step]) for i in range(len(keys))]
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: object = None
-    ) -> list[torch.Tensor | None]:
-        """Load pages to tensors; None from the first page on that was not loaded."""
-        loaded = self._opened().load(_digests("flat", keys), _tensors(target_locations))
-        return [*target_locations[:loaded], *[None] * (len(keys) - loaded)]
+    def batch_get(self, *arguments: object, **options: object) -> NoReturn:
+        """Refuse pages as tensors, which SGLang passes without ``interface_v1`` only.
 
-    def set(
-        self, key: str, value: Any = None, target_location: object = None,
-        target_sizes: object = None,
-    ) -> bool:  # fmt: skip
-        """Save the page in a tensor; True if a store has it, and for replicas."""
-        return self.batch_set([key], [value])
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError('aiokv takes pages in host pools only; set "interface_v1": 1')
 
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: object = None,
-        target_sizes: object = None,
-    ) -> bool:  # fmt: skip
-        """Save the pages in tensors; True if stores have all, and for replicas."""
-        if not self._is_writer:
-            return True
-        return all(self._opened().save(_digests("flat", keys), _tensors(values)))
-
-    # --- both -------------------------------------------------------------------------------------
+    get = set = batch_set = batch_get
 
     def exists(self, key: str) -> bool:
         """Return True when a store has a page."""
@@ -261,7 +274,10 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
 
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
         """Return how many leading pages the stores have."""
-        return self._opened().lookup(_digests(self._interface, keys))
+        pages, pool = self._opened()
+        if not pool.num_objects:
+            return len(keys)
+        return pages.lookup(pool.digests(keys)) // pool.num_objects
 
     def clear(self) -> None:
         """Refuse: other servers may use the same stores.
@@ -292,7 +308,8 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
 
     def _note(self, calls: deque[tuple[int, float]], num_pages: int, seconds: float) -> None:
         if self._config.enable_storage_metrics and num_pages:
-            calls.append((num_pages, num_pages * self._page_bytes / seconds / (1 << 30)))
+            num_bytes = num_pages * self._host_pools[KV].page_bytes
+            calls.append((num_pages, num_bytes / seconds / (1 << 30)))
 
     def statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store, in order."""
@@ -303,31 +320,14 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
         if self._pages is not None:
             self._pages.close()
 
-    def _opened(self) -> PageStore:
-        if self._pages is None:
-            raise UsageError("the host pool is not registered; call register_mem_pool_host first")
-        return self._pages
-
-
-def _digests(interface: str, keys: Sequence[str]) -> bytes:
-    """Return a digest per page. The interfaces order the bytes of a page differently."""
-    prefix = f"{interface} "
-    return b"".join(hashlib.sha256((prefix + key).encode()).digest() for key in keys)
-
-
-def _tensors(tensors: Sequence[torch.Tensor]) -> list[Page]:
-    """Return the place of each tensor.
-
-    Raises:
-        UsageError: a tensor is not contiguous, or not in host memory.
-    """
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    def _opened(self, name: str = KV) -> tuple[PageStore, HostPool]:
+        if self._pages is None or name not in self._host_pools:
             raise UsageError(
-                f"a page is a {tensor.device.type} tensor of shape {tuple(tensor.shape)}; it must "
-                "be contiguous in host memory"
+                f"the host pool {str(name)!r} is not registered",
+                hint="call register_mem_pool_host, register_mem_host_pool_v2 and "
+                "on_host_pools_registered first",
             )
-    return [[(tensor.data_ptr(), tensor.nbytes)] for tensor in tensors]
+        return self._pages, self._host_pools[name]
 
 
 def _storage_metrics() -> Any:

@@ -127,6 +127,11 @@ class Sequence:
         return len(self.request.tokens) - self.computed
 
     @property
+    def lacks_one_token(self) -> bool:
+        """True if the next token is the last one of the request."""
+        return len(self.request.tokens) + 1 == self.request.stop_length
+
+    @property
     def needs_position(self) -> bool:
         """True if the last token has no position in the lease yet."""
         return len(self.request.tokens) > self.lease.num_tokens
@@ -138,7 +143,7 @@ class Sequence:
         at the last step all blocks of the request, in case another one overwrote them.
         """
         stop = self.computed + count
-        last = stop == len(self.request.tokens) and stop + 1 == self.request.stop_length
+        last = stop == len(self.request.tokens) and self.lacks_one_token
         first = self.computed // block_tokens if self.checked and not last else 0
         return range(first, stop // block_tokens)
 

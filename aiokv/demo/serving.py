@@ -4,7 +4,7 @@ A task per conversation waits for capacity, one loop computes steps on the runne
 
     conversation    match -> allocate ------------- await the answer ------- release
                                 | onload starts              ^
-    step loop                   +-> extend -> run layers -> commit, append -> ...
+    step loop                   +-> run layers -> advance -> run layers -> ...
 
 A step is one row of every decoding sequence and one chunk of one prompt.
 """
@@ -25,7 +25,7 @@ from aiokv.demo.batch import Batch, Part
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.report import ServingStatistics
 from aiokv.demo.requests import Sequence, converse
-from aiokv.errors import TransferError, WouldBlock
+from aiokv.errors import TransferError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -212,24 +212,23 @@ class Server:
             if not self._running:
                 self._admitted.clear()
                 await self._admitted.wait()
-            self._extend()
+            self._make_room()
             if chosen := self._choose():
                 await self._step(chosen)
 
-    def _extend(self) -> None:
+    def _make_room(self) -> None:
         """Give every new token a position, preempting the newest request while there is none."""
-        while growing := [sequence for sequence in self._running if sequence.needs_position]:
-            try:
-                self._engine.extend([sequence.lease for sequence in growing], 1)
-            except WouldBlock:
-                self._preempt(self._running[-1])
-                continue
-            for sequence in growing:
-                sequence.lease.append(sequence.request.tokens[-1:])
+        while waiting := [sequence for sequence in self._running if sequence.needs_position]:
+            self._preempt(self._running[-1])
+            left = [sequence for sequence in waiting if sequence in self._running]
+            batch = self._engine.batch([sequence.lease for sequence in left])
+            self._engine.advance(batch, [sequence.request.tokens[-1] for sequence in left])
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give back a request's blocks. Committed ones may still be hit later."""
         self._running.remove(sequence)
+        if sequence.needs_position:  # `advance` has not committed what the step has computed
+            sequence.lease.commit(sequence.computed)
         sequence.end(finished=False)
         sequence.lease.release()
 
@@ -262,7 +261,8 @@ class Server:
         try:
             # Requests keep their blocks until the thread has left the step, even if their clients
             # have left.
-            with self._engine.computing([sequence.lease for sequence, _ in chosen]) as computing:
+            leases = self._engine.batch([sequence.lease for sequence, _ in chosen])
+            with self._engine.computing(leases) as computing:
                 on_layers = None if arriving else self._layer_callback(chosen)
                 work = self._runner.submit(batch, arriving, read_back, on_layers)
                 computing.ends_with(work)
@@ -276,7 +276,8 @@ class Server:
             ):
                 if not sequence.abandoned:
                     self._record_blocks(sequence, blocks, digests)
-            self._apply(chosen, batch.spans, output)
+            tokens = self._apply(chosen, batch.spans, output)
+            self._engine.advance(computing, tokens)  # `_make_room` continues without room
         finally:
             self._engine.step(self._runner.record())
 
@@ -334,13 +335,16 @@ class Server:
 
     def _apply(
         self, chosen: list[tuple[Sequence, int]], spans: list[Span], output: StepOutput
-    ) -> None:
+    ) -> list[list[int]]:
+        """Take the results of a step; return the new token of each row that decodes further."""
         statistics = self.statistics
         statistics.steps += 1
         statistics.compute_seconds += output.compute_seconds
         statistics.layer_wait_ms += 1e3 * output.layer_wait_seconds
         self.ledger.rows_not_finite += output.rows_not_finite
+        tokens: list[list[int]] = []
         for (sequence, count), span, token in zip(chosen, spans, output.next_tokens, strict=True):
+            tokens.append([])
             if sequence.abandoned:
                 continue
             self.ledger.record_rows(
@@ -348,9 +352,13 @@ class Server:
             )
             sequence.arriving = False
             sequence.computed += count
-            sequence.lease.commit(sequence.computed)
-            if sequence.pending == 0:
+            if sequence.pending or sequence.lacks_one_token:
+                sequence.lease.commit(sequence.computed)
+            else:
+                tokens[-1].append(token)
+            if not sequence.pending:
                 self._take_token(sequence, token)
+        return tokens
 
     def _take_token(self, sequence: Sequence, token: int) -> None:
         request = sequence.request

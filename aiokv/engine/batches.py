@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.base.types import LeaseIds, StepTokenIds, TokenIds
+    from aiokv.base.types import LeaseIds, StepTokenIds, StepTokens, TokenIds
     from aiokv.engine.batch import Rows
     from aiokv.engine.computing import Computing
     from aiokv.engine.expiries import Expiries
@@ -62,22 +62,17 @@ class Batches:
         self._lifetime.check_loop()
         rows, removed = self._rows_of(batch)
         lease_ids = rows.ids[: len(rows.members)]
-        flat, width, numbers = as_step_tokens(tokens, counts, len(lease_ids))
-        if removed:
-            numbers = (
-                np.full(len(lease_ids), width, np.int32) if numbers is None else numbers.copy()
-            )
-            if len(numbers) == len(lease_ids):  # the scheduler refuses other lengths
-                numbers[removed] = 0
+        step_tokens = as_step_tokens(tokens, counts, len(lease_ids), removed)
         if type(draft_tokens) is not int:
             draft_tokens = checks.integer("draft_tokens", draft_tokens)
         leases = self._leases
         if leases.coverage.active:
-            self._check_coverage(rows.records, lease_ids, width, numbers)
+            self._check_coverage(rows.records, lease_ids, step_tokens)
         refused = self._dispatcher.apply(
-            self._scheduler.advance_batch(lease_ids, flat, width, numbers, draft_tokens)
+            self._scheduler.advance_batch(lease_ids, *step_tokens, draft_tokens)
         )
         if self._expiries.timers:
+            numbers = step_tokens.counts
             advanced = np.full(len(lease_ids), True) if numbers is None else numbers > 0
             advanced[list(refused)] = False
             self._expiries.stop_all(lease_ids[advanced])
@@ -118,11 +113,11 @@ class Batches:
         self,
         records: Sequence[LeaseRecord],
         lease_ids: NDArray[np.int64],
-        width: int,
-        counts: NDArray[np.int32] | None,
+        step_tokens: StepTokens,
     ) -> None:
         """Warn about positions that the step would commit, and that no batch covers."""
         lengths = self._read.lengths(lease_ids)
+        counts, width = step_tokens.counts, step_tokens.width
         added = np.full(len(lengths), width) if counts is None else counts
         for record, length, count in zip(records, lengths, added, strict=True):
             if record.id and count > 0:

@@ -91,7 +91,7 @@ class Transfers:
         self._counters[plan.transfer_id] = plan, self._worker.plans.take(plan)
         self._open_step.note_transfer(plan.after_step)
 
-    def raise_priority(self, transfer_id: int, priority: Priority) -> None:
+    def raise_priority(self, transfer_id: int, priority: int) -> None:
         """Raise the priority of a plan that has not reached the device."""
         self._worker.plans.raise_priority(transfer_id, priority)
 

@@ -138,9 +138,9 @@ class Mappings:
             raise LayoutError(str(error)) from None
         if (layout.rank, layout.block_tokens) != (message.sender_rank, message.sender_block_tokens):
             raise LayoutError(
-                f"the layout of the sender is of rank {layout.rank} with {layout.block_tokens} "
-                f"tokens per block; it says that it is rank {message.sender_rank} with "
-                f"{message.sender_block_tokens}"
+                f"the sender's layout has rank {layout.rank} and {layout.block_tokens} tokens per "
+                f"block; its message has rank {message.sender_rank} and "
+                f"{message.sender_block_tokens} tokens per block"
             )
         if message.layer_ranges not in (0, len(self.ranges)):
             raise LayoutError(

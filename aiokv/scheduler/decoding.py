@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv._native import Core
+    from aiokv.base.types import StepTokens
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.effects import Outbox
@@ -51,44 +52,31 @@ class Decoding:
         self._records_checksums = config.verify == "checksum" and not config.external_device
 
     def advance(
-        self,
-        lease_ids: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        width: int,
-        counts: NDArray[np.int32] | None,
-        draft_tokens: int,
+        self, lease_ids: NDArray[np.int64], step_tokens: StepTokens, draft_tokens: int
     ) -> list[int]:
         """Advance the leases for which there is room; return the rows of the others."""
-        rows = self._attempt(lease_ids, tokens, width, counts, draft_tokens)
+        rows = self._attempt(lease_ids, step_tokens, draft_tokens)
         if rows and self._saver.saves_before_extend:
-            table = tokens.reshape(-1, width)
 
             def advance_rest() -> bool:
                 nonlocal rows
-                rest = None if counts is None else counts[rows]
-                refused = self._attempt(
-                    lease_ids[rows], table[rows].ravel(), width, rest, draft_tokens
-                )
+                rest = step_tokens.of_rows(rows)
+                refused = self._attempt(lease_ids[rows], rest, draft_tokens)
                 rows = [rows[row] for row in refused]
                 return not rows
 
-            blocks_per_lease = -(-(width + draft_tokens) // self._block_tokens)
+            blocks_per_lease = -(-(step_tokens.width + draft_tokens) // self._block_tokens)
             self._saver.try_after_saving(advance_rest, len(rows) * blocks_per_lease)
         if self._core.wants_backups():
             self._saver.want()
         return rows
 
     def _attempt(
-        self,
-        lease_ids: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        width: int,
-        counts: NDArray[np.int32] | None,
-        draft_tokens: int,
+        self, lease_ids: NDArray[np.int64], step_tokens: StepTokens, draft_tokens: int
     ) -> list[int]:
         core = self._core
         published, refused, grown, computed = core.advance(
-            lease_ids, tokens, width, counts, draft_tokens, self._clock.open
+            lease_ids, *step_tokens, draft_tokens, self._clock.open
         )
         if self._records_checksums and len(computed):
             self._outbox.effects.computed.append(computed)

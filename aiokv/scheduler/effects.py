@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.base.plan import Priority, TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.errors import AiokvError
 
 
@@ -96,7 +96,7 @@ class Effects:
 
     def __init__(self) -> None:
         self.submit: deque[TransferPlan] = deque()
-        self.urge: deque[tuple[int, Priority]] = deque()
+        self.urge: deque[tuple[int, int]] = deque()
         self.granted: deque[Grant] = deque()
         self.turns: deque[int] = deque()
         self.refused: deque[tuple[int, Exception]] = deque()

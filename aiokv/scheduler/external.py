@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv._native import Core
-    from aiokv.base.plan import Priority
     from aiokv.scheduler.effects import Grant, Outbox
     from aiokv.scheduler.granting import Granting
     from aiokv.scheduler.pending import PendingBlocks
@@ -50,8 +49,8 @@ class ExternalBlocks:
         lease_id: int,
         block_ids: NDArray[np.int32],
         computed_tokens: int,
+        priority: int,
         group_ids: NDArray[np.int32] | None,
-        priority: Priority,
     ) -> Grant:
         """Append blocks to the table of a lease, and submit the onloads that this begins."""
         self._core.assign(lease_id, block_ids, computed_tokens, group_ids)

@@ -32,7 +32,7 @@ class Granting:
         self._saver = saver
         self._outbox = outbox
         self._block_tokens = block_tokens
-        self.onloads: dict[int, Priority] = {}
+        self.onloads: dict[int, int] = {}
         self.lost: dict[int, str] = {}
 
     def attempt(
@@ -72,7 +72,7 @@ class Granting:
             return READY
         return self.loading(lease_id, onload_priority)
 
-    def loading(self, lease_id: int, priority: Priority = Priority.DEMAND) -> Grant:
+    def loading(self, lease_id: int, priority: int = Priority.DEMAND) -> Grant:
         """Submit the onload that a grant has begun.
 
         An onload that the grant has joined, such as a prefetch, gets at least this priority.

@@ -114,7 +114,7 @@ class PlanMaker:
         windows_on_host = any(group.host_blocks for group in (windows or {}).values())
         self._saves_groups = saves_states or windows_on_host
 
-    def copy(self, transfer_id: int, route: Route, priority: Priority) -> TransferPlan:
+    def copy(self, transfer_id: int, route: Route, priority: int) -> TransferPlan:
         """Return the plan of a copy between the tiers, of any group.
 
         Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from aiokv.base.plan import Priority
 from aiokv.base.state_guard import StateGuard
-from aiokv.base.types import LeaseState
+from aiokv.base.types import LeaseState, StepTokens, as_tokens
 from aiokv.errors import (
     BrokenEngineError,
     ClosedError,
@@ -586,8 +586,8 @@ class CacheScheduler:
         lease_id: int,
         block_ids: NDArray[np.int32],
         computed_tokens: int = 0,
+        onload_priority: int = Priority.DEMAND,
         group_ids: NDArray[np.int32] | None = None,
-        onload_priority: Priority = Priority.DEMAND,
     ) -> tuple[Grant, Effects]:
         """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
 
@@ -595,9 +595,9 @@ class CacheScheduler:
             lease_id: a granted lease.
             block_ids: ``[N]`` int32.
             computed_tokens: see ``Lease.assign``.
+            onload_priority: priority of the onloads.
             group_ids: ``[G * N]`` int32, a row per group of ``CacheConfig.windows``; None for no
                 ids.
-            onload_priority: priority of the onloads.
 
         Returns:
             The lease, and the onloads of it that are in flight: the first call begins one per
@@ -615,32 +615,38 @@ class CacheScheduler:
                 hint="CacheConfig(external_device=True, ...) for device blocks of a server",
             )
         grant = self._external.assign(
-            lease_id, block_ids, computed_tokens, group_ids, onload_priority
+            lease_id, block_ids, computed_tokens, onload_priority, group_ids
         )
         return grant, self._settle()
 
     def append(
         self,
         lease_id: int,
-        tokens: NDArray[np.int32],
+        tokens: NDArray[np.int32] | list[int],
         items: Sequence[tuple[bytes, int, int]] = (),
     ) -> Done:
         """Set the tokens of the next positions, so that they can be indexed.
 
         Args:
             lease_id: a granted lease.
-            tokens: ``[N]`` int32.
+            tokens: ``[N]`` int32, or a list.
             items: (content hash, offset in the prompt, length) of each item among these positions.
 
         Raises:
             LeaseError: the lease has fewer positions left than ``tokens``.
-            UsageError: an item is outside these positions or out of order.
+            UsageError: an item is outside these positions or out of order; or an element of a list
+                is not an integer of int32.
         """
         try:
             if items:
-                self._core.append_items(lease_id, tokens, items)
-            else:
+                self._core.append_items(lease_id, as_tokens(tokens), items)
+                return None, self._outbox.pending
+            try:
                 self._core.append(lease_id, tokens)
+                return None, self._outbox.pending
+            except TypeError:  # an element of the list is not an `int` of int32
+                pass
+            self._core.append(lease_id, as_tokens(tokens))
             return None, self._outbox.pending
         except BaseException as error:
             self.errors.note(error)
@@ -741,7 +747,8 @@ class CacheScheduler:
                 positions.
             UsageError: a token, a count or ``draft_tokens`` is out of range.
         """
-        refused = self._decoding.advance(lease_ids, tokens, width, counts, draft_tokens)
+        step_tokens = StepTokens(tokens, width, counts)
+        refused = self._decoding.advance(lease_ids, step_tokens, draft_tokens)
         if self._external is not None:
             self._external.settle()
         if self._waiters or self._salts is not None:

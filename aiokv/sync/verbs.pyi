@@ -146,8 +146,8 @@ class RecordedVerbs:
         """
 
     def assign(
-        self, lease: SyncLease, block_ids: TokenIds, *, computed_tokens: int = 0, groups:
-        Mapping[str, TokenIds] | None = None
+        self, lease: SyncLease, block_ids: TokenIds, *, computed_tokens: int = 0, priority: int = 0,
+        groups: Mapping[str, TokenIds] | None = None
     ) -> Answer[None]:
         """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
@@ -422,10 +422,10 @@ class LeaseVerbs:
 
         For blocks that are allocated ahead of work that may not arrive, such as the decode blocks
         of a request whose prefill runs on another server. A use ends the limit: a successful
-        ``commit``, ``append``, ``extend``, ``truncate``, ``fork``, ``snapshot``, ``preempt`` or
-        ``CacheEngine.computing`` of the lease, a call of ``receive`` or ``send``, and ``keep``.
-        Reading ``block_table`` or other properties does not. Another ``expire_after`` replaces the
-        limit.
+        ``commit``, ``append``, ``extend``, ``truncate``, ``fork``, ``snapshot``, ``preempt``,
+        ``CacheEngine.computing`` or ``CacheEngine.advance`` of the lease, a call of ``receive`` or
+        ``send``, and ``keep``. ``advance`` does not if it has no room for the lease. Reading
+        ``block_table`` or other properties does not. Another ``expire_after`` replaces the limit.
 
         The engine then releases the lease as ``release`` does: blocks that a batch or a transfer
         uses are given back when these have ended. Methods of an expired lease raise ``LeaseError``
@@ -483,8 +483,8 @@ class LeaseVerbs:
         """
 
     def assign(
-        self, block_ids: TokenIds, *, computed_tokens: int = 0, groups: Mapping[str, TokenIds] |
-        None = None
+        self, block_ids: TokenIds, *, computed_tokens: int = 0, priority: int = 0, groups:
+        Mapping[str, TokenIds] | None = None
     ) -> None:
         """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
@@ -513,17 +513,21 @@ class LeaseVerbs:
             computed_tokens: for the first call only: leading positions that the server's own cache
                 has in these blocks. They are not onloaded, and count as computed for ``commit``. A
                 multiple of ``block_tokens``, or a position in the last block.
+            priority: for the first call only: an integer, at least 0. Of the onloads that wait for
+                their turn, those with lower numbers are copied first.
             groups: by name of the group, as many ids as ``block_ids``; -1 where the server has no
                 block of the group. A group that is left out has none.
 
         Raises:
             LeaseError: the lease is not granted; the blocks of the first call, or those of a group,
-                do not cover the cached positions; or cached positions were dropped after the grant, by a reset or
-                because a copy was wrong: ``preempt``, then ``allocate`` again. Nothing changed.
+                do not cover the cached positions; or cached positions were dropped after the grant,
+                by a reset or because a copy was wrong: ``preempt``, then ``allocate`` again.
+                Nothing changed.
             UsageError: a block is out of range, is listed twice, or is a block of the lease
                 already; a transfer in flight uses a block into which cached positions would be
                 copied, or writes a block that the lease is to compute; ``computed_tokens`` is out
-                of range; a group is unknown, or has another number of ids; or the engine owns the device blocks. Nothing changed.
+                of range; ``priority`` is not an integer, or negative; a group is unknown, or has
+                another number of ids; or the engine owns the device blocks. Nothing changed.
             ClosedError: the engine is closed.
         """
 

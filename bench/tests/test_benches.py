@@ -23,6 +23,7 @@ from bench import harness, peers_transports, redis_store
         "ranks",
         "loop_held",
         "sync",
+        "steps",
         "fastdeploy",
         "disk_io",
         "disk",

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.vllm.cell import HOST_HITS_TOKENS, LOADS, Cell
+from bench.vllm.cell import HOST_HITS_TOKENS, LOADS, LONG_ANSWERS_TOKENS, Cell
 from bench.vllm.model import block_bytes
 from bench.vllm.report import compare_outputs, print_tables
 from bench.vllm.servers import BLOCK_TOKENS, SERVERS, Settings
@@ -83,7 +83,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("load", "small_host", "equality"),
         default=("load", "equality"),
     )
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS)
+    parser.add_argument(
+        "--loads",
+        nargs="+",
+        choices=LOADS,
+        default=[load for load in LOADS if load != "long_answers"],
+        help="default: all but long_answers, which needs --host-gib 80",
+    )
     parser.add_argument("--shape", default="8b", help="8b, or tiny to try the bench itself")
     parser.add_argument("--workload", type=Path, metavar="FILE", help="default: from the trace")
     parser.add_argument("--write-workload", type=Path, metavar="FILE", help="write it and exit")
@@ -140,6 +146,10 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
     max_prompt_tokens = max(load_workload(workload).max_prompt_tokens, HOST_HITS_TOKENS)
     if equality:
         max_prompt_tokens = max(prompt.num_tokens for prompt in load_workload(workload).equality)
+    graph_sizes = (1, 2, 4, 8)
+    if "long_answers" in args.loads:
+        max_prompt_tokens = max(max_prompt_tokens, LONG_ANSWERS_TOKENS)
+        graph_sizes += (16,)
     host_gib = args.small_host_gib if kind == "small_host" else args.host_gib
     return Cell(
         server=server,
@@ -159,7 +169,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
             max_model_tokens=max_prompt_tokens + args.output_tokens,
             gpu_share=min(0.9, 0.9 / args.at_once) if equality else 0.9,
             batch_invariant=equality,
-            graph_sizes=() if equality or args.eager else (1, 2, 4, 8),
+            graph_sizes=() if equality or args.eager else graph_sizes,
             record=str(args.out.resolve() / f"{server}-{kind}.calls") if args.record else "",
             profile=str(args.out.resolve() / f"{server}-{kind}.trace") if args.profile else "",
         ),

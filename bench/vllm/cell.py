@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
 
 from bench.vllm.load import LoadResult, run_load
 from bench.vllm.model import SHAPES, write_model
@@ -32,7 +33,7 @@ _DAMAGE_EVERY = 32
 _RESET_TIMEOUT_SECONDS = 30.0
 _SAVE_SECONDS = 0.3  # for the saves of one prompt to end
 
-LOADS = ("multi_turn", "one_client", "no_hits", "host_hits")
+LOADS = ("multi_turn", "one_client", "no_hits", "host_hits", "long_answers")
 # Prompts of "host hits": a head that host memory has, and a tail that nothing has.
 _HEAD_HASH_BLOCKS = 28
 _NUM_HEADS = 8
@@ -40,6 +41,12 @@ _TAIL_TOKENS = (256, 1_536)
 _HOST_HITS_OUTPUT_TOKENS = 3
 _HOST_HITS = {1: 24, 4: 64}  # prompts of each load by its number of clients
 HOST_HITS_TOKENS = _HEAD_HASH_BLOCKS * HASH_BLOCK_TOKENS + max(_TAIL_TOKENS)
+# Documents of "long answers": lengths at equal distances. Their KV needs 73 GiB of host memory.
+_NUM_DOCUMENTS = 48
+_DOCUMENT_TOKENS = (1_000, 24_000)
+_LONG_ANSWER_TOKENS = 64
+_LONG_ANSWERS_CLIENTS = (1, 4, 16)
+LONG_ANSWERS_TOKENS = _DOCUMENT_TOKENS[1] + _LONG_ANSWER_TOKENS
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +128,8 @@ class _Bench:
         figures: dict[str, Any] = {}
         if "host_hits" in loads:
             figures |= await self._host_hits()
+        if "long_answers" in loads:
+            figures |= await self._long_answers()
         if "multi_turn" in loads:
             await self._load("opening", workload.opening)
             figures["multi_turn"] = await self._load("multi-turn", workload.turns)
@@ -165,6 +174,18 @@ class _Bench:
                 )
                 if self._cell.settings.profile:
                     await self._engine.stop_profile()
+        return figures
+
+    async def _long_answers(self) -> dict[str, Any]:
+        """Ask about documents of different lengths, each of which was asked about before."""
+        documents = long_documents()
+        await self._load("documents", documents, clients=2)
+        figures = {}
+        for clients in _LONG_ANSWERS_CLIENTS:
+            name = f"long_answers_{clients}_clients"
+            figures[name] = await self._load(
+                name, documents, clients=clients, output_tokens=_LONG_ANSWER_TOKENS
+            )
         return figures
 
     async def compare(self) -> dict[str, Any]:
@@ -260,10 +281,23 @@ class _Bench:
         return figures
 
 
+def long_documents() -> list[Prompt]:
+    """Return the prompts of "long answers", in the order of their requests."""
+    lengths = np.linspace(*_DOCUMENT_TOKENS, _NUM_DOCUMENTS, dtype=int).tolist()
+    documents = [_other_of(length, 1_000 + n) for n, length in enumerate(lengths)]
+    order = np.random.default_rng(0).permutation(_NUM_DOCUMENTS)
+    return [documents[place] for place in order]
+
+
 def _other(prompt: Prompt, seed: int) -> Prompt:
     """Return a prompt of the same length whose blocks are in no workload."""
+    return _other_of(prompt.num_tokens, seed)
+
+
+def _other_of(num_tokens: int, seed: int) -> Prompt:
+    """Return a prompt of ``num_tokens`` whose blocks are in no workload."""
     first = 1_000_000_000 + seed * 100_000
-    return Prompt(prompt.num_tokens, [first + place for place in range(len(prompt.hash_ids))])
+    return Prompt(num_tokens, list(range(first, first - -num_tokens // HASH_BLOCK_TOKENS)))
 
 
 def _unaligned(prompt: Prompt) -> Prompt:

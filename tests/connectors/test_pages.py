@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv.connectors.pages import PageStore
+from aiokv.connectors.pages import PageGroup, PageStore
 from aiokv.errors import ConfigError, StoreError, UsageError
 from aiokv.stores import StoreUse, stores_from
 from aiokv.testing import ScriptedStore
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PAGE_BYTES = 9000
 PARTS = (2000, 4000, 3000)  # as the layers of a page, apart in the memory of the server
 FINGERPRINT = bytes(range(32))
+PAGE = np.zeros(PAGE_BYTES, np.uint8)
 
 
 class HostPool:
@@ -36,8 +37,8 @@ class HostPool:
     def __init__(self, num_pages: int = 16) -> None:
         self.parts = [np.zeros((num_pages, size), np.uint8) for size in PARTS]
 
-    def places(self, pages: Iterable[int]) -> list[list[tuple[int, int]]]:
-        return [[(part[page].ctypes.data, part.shape[1]) for part in self.parts] for page in pages]
+    def places(self, pages: Iterable[int]) -> list[list[np.ndarray]]:
+        return [[part[page] for part in self.parts] for page in pages]
 
     def write(self, pages: Iterable[int], numbers: Iterable[int]) -> None:
         for page, number in zip(pages, numbers, strict=True):
@@ -73,8 +74,7 @@ def opened(
             use if isinstance(store, StoreUse) else replace(use, **patient)
             for store, use in zip(stores, stores_from(stores), strict=True)
         ],
-        fingerprint=fingerprint,
-        page_bytes=PAGE_BYTES,
+        {"attention": PageGroup(fingerprint=fingerprint, page_bytes=PAGE_BYTES)},
         staging_bytes=staging_pages * 12288,
     )
     return closing(pages)
@@ -258,8 +258,8 @@ def test_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "parts", "message"),
     [
-        (digests(range(2)), [[(0, PAGE_BYTES)]], "digests has 64 bytes"),
-        (digests(range(1)), [[(0, 10), (0, 20)]], "page 0 has 30 bytes; it must have 9000"),
+        (digests(range(2)), [[PAGE]], "digests has 64 bytes"),
+        (digests(range(1)), [[PAGE[:10], PAGE[:20]]], "page 0 has 30 bytes; it must have 9000"),
     ],
 )
 def test_wrong_sizes_are_errors(wanted, parts, message):
@@ -272,14 +272,13 @@ def test_wrong_sizes_are_errors(wanted, parts, message):
 def test_pages_are_closed_when_the_interpreter_exits(tmp_path: Path):
     program = f"""
 import numpy as np
-from aiokv.connectors.pages import PageStore
+from aiokv.connectors.pages import PageGroup, PageStore
 from aiokv.stores import stores_from
 pages = PageStore(
     stores_from(["disk:{tmp_path}?bytes=1MiB"]),
-    fingerprint=bytes(range(32)), page_bytes=9000, staging_bytes=1,
+    {{"attention": PageGroup(fingerprint=bytes(range(32)), page_bytes=9000)}}, staging_bytes=1,
 )
-page = np.zeros(9000, np.uint8)
-assert pages.save(bytes(32), [[(page.ctypes.data, 9000)]]) == [True]
+assert pages.save(bytes(32), [[np.zeros(9000, np.uint8)]]) == [True]
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -290,20 +289,21 @@ assert pages.save(bytes(32), [[(page.ctypes.data, 9000)]]) == [True]
 def test_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path):
     program = f"""
 import os, signal
-from aiokv.connectors.pages import PageStore
+import numpy as np
+from aiokv.connectors.pages import PageGroup, PageStore
 from aiokv.errors import ClosedError
 from aiokv.stores import stores_from
 pages = PageStore(
     stores_from(["directory:{tmp_path}"]),
-    fingerprint=bytes(range(32)), page_bytes=9000, staging_bytes=1,
+    {{"attention": PageGroup(fingerprint=bytes(range(32)), page_bytes=9000)}}, staging_bytes=1,
 )
 pid = os.fork()
 if pid == 0:
     signal.alarm(60)  # ends a child that waits for a thread of its parent
     calls = [
         lambda: pages.lookup(bytes(32)),
-        lambda: pages.load(bytes(32), [[(0, 9000)]]),
-        lambda: pages.save(bytes(32), [[(0, 9000)]]),
+        lambda: pages.load(bytes(32), [[np.zeros(9000, np.uint8)]]),
+        lambda: pages.save(bytes(32), [[np.zeros(9000, np.uint8)]]),
         pages.statistics,
     ]
     refused = 0

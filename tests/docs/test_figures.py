@@ -15,6 +15,7 @@ MEASURED = (ROOT / "docs/reference/measured.md").read_text()
 
 # The run and the name of the server in ``vllm-h100-host-hits.json``.
 NO_OFFLOAD, VLLM, LMCACHE = ("run 1", "none"), ("run 2", "vllm"), ("run 2", "lmcache")
+LONG_ANSWERS = "vllm-h100-long-answers"  # of `python -m bench.vllm --loads long_answers`
 AIOKV, LAYERWISE = ("run 2", "aiokv"), ("run 2", "aiokv-layers-sync")
 
 
@@ -36,15 +37,63 @@ def test_rates_and_first_tokens_of_prompts_in_host_memory(page, new_tokens, clie
     beginning = rf"\| {new_tokens:,}( \(\d\d % hits\))?, {clients}\b"
     (row,) = [line for line in page.splitlines() if re.match(beginning, line)]
     found = re.findall(r"([\d.]+)(?:/s)?, (\d+) ms", row.replace("**", ""))
-    servers = [NO_OFFLOAD, VLLM, LMCACHE, LAYERWISE]
-    if page is MEASURED:
-        servers.insert(3, AIOKV)
+    servers = [NO_OFFLOAD, VLLM, LMCACHE, AIOKV, LAYERWISE]
     expected = []
     for run, server in servers:
         load = measured[run][server]["load"][f"host_hits_{new_tokens}_new_{clients}_clients"]
         rate, first_token = load["requests_per_second"], load["first_token_ms"]["p50"]
         expected.append((f"{rate:.1f}", f"{first_token:.0f}"))
     assert found == expected
+
+
+def test_rates_of_default_settings_relative_to_the_offload_of_vllm():
+    measured = results("vllm-h100-host-hits")
+    ratios = []
+    for load in measured[AIOKV[0]][AIOKV[1]]["load"]:
+        if load.startswith("host_hits"):
+            rates = [
+                measured[run][server]["load"][load]["requests_per_second"]
+                for run, server in (AIOKV, VLLM)
+            ]
+            ratios.append(rates[0] / rates[1])
+    assert len(ratios) == 4
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times the requests per second" in " ".join(
+        README.split()
+    )
+
+
+def test_conversations():
+    measured = results("vllm-h100-multi-turn")
+    servers = [("run 1", "none"), ("run 2", "vllm"), ("run 1", "aiokv"), LAYERWISE]
+    expected = []
+    for run, server in servers:
+        load = measured[run][server]["load"]["multi_turn"]
+        rate, first_token = load["requests_per_second"], load["first_token_ms"]["p50"]
+        expected.append(f"{rate:.1f}/s, {first_token:.0f} ms")
+    expected.insert(2, "not measured")
+    assert cells_of(README, "conversations, 16 tokens")[1:] == expected
+
+
+@pytest.mark.parametrize("page", [README, MEASURED], ids=["readme", "measured"])
+def test_answers_of_64_tokens(page):
+    """The pages claim no figures until the results exist; then the tables must have them all."""
+    rows = re.findall(r"^\| 64 output tokens, (\d+) clients? \|(.*)\|$", page, re.MULTILINE)
+    if not (ROOT / "bench/results" / f"{LONG_ANSWERS}.json").exists():
+        assert rows == []
+        return
+    measured = results(LONG_ANSWERS)
+    expected = []
+    for clients in (1, 4, 16):
+        loads = [
+            measured[server]["load"][f"long_answers_{clients}_clients"]
+            for server in ("none", "vllm", "lmcache", "aiokv", "aiokv-layers", "aiokv-layers-sync")
+        ]
+        cells = [
+            f"{load['requests_per_second']:.3g}/s, {load['first_token_ms']['p50']:.0f} ms"
+            for load in loads
+        ]
+        expected.append((str(clients), f" {' | '.join(cells)} "))
+    assert [(clients, cells.replace("**", "")) for clients, cells in rows] == expected
 
 
 def test_hit_tokens_relative_to_lru():

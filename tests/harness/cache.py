@@ -12,10 +12,11 @@ from tests.harness.closing import close, complete_during
 from tests.harness.memory import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiokv import Lease, Peers
     from aiokv.worker.device.base import Device
+    from tests.harness.external_groups import ExternalGroup
 
 BLOCK_TOKENS = 4
 
@@ -32,6 +33,7 @@ class OverBytes:
         device: None for the cpu device.
         stores: stores of the engine, which then has a model.
         peers: how the engine exchanges blocks with others; None without peers.
+        groups: groups of a server's blocks beside full attention, by name.
         config: more fields of the configuration.
     """
 
@@ -44,12 +46,18 @@ class OverBytes:
         host_blocks: int,
         stores: Sequence[Any] = (),
         peers: Peers | None = None,
+        groups: Mapping[str, ExternalGroup] | None = None,
         **config: Any,
     ) -> None:
+        self.groups = groups or {}
         if stores or peers is not None:
             config = {"model": "tests", **config}
         self.memory = Memory(device_blocks, block_tokens)
         self.device: Any = device
+        if self.groups:
+            config["windows"] = {name: group.config for name, group in self.groups.items()}
+        for number, group in enumerate(self.groups.values()):
+            group.register(self.memory.regions, number % self.memory.layers)
         sizes = {"device_blocks": device_blocks, "host_blocks": host_blocks}
         self.engine = CacheEngine(
             CacheConfig(block_tokens=block_tokens, **sizes, **config),

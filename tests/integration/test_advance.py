@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
     "float": (([4, 5.0],), "float64"),
     "text": (("ab",), "token"),
     "none": ((None,), "rows|integers|sequence"),
-    "few rows": (([4],), "tokens has 1 rows; the batch has 2"),
+    "few rows": (([4],), "tokens has 1 rows; it must have 2"),
     "many rows": ((np.zeros((3, 2), np.int32),), "tokens has 3 rows"),
     "many rows of the same size": ((np.zeros((4, 1), np.int32),), "tokens has 4 rows"),
     "few lists": (([[4]],), "tokens has 1 rows"),
@@ -331,7 +331,7 @@ async def test_tokens_find_the_leases_of_their_step_when_the_batch_has_changed()
         assert engine.advance(step, [1, 15, 24, 33]) == ()
         assert engine.lengths(leases[1:]).tolist() == [5, 3, 2, 3]
         assert [state(lease) for lease in leases[2:]] == before
-        with pytest.raises(UsageError, match="counts has 1 numbers; the batch has 4"):
+        with pytest.raises(UsageError, match="counts has 1 numbers; it must have 4"):
             engine.advance(step, [1, 16, 24, 33], [1])
         assert engine.advance(step, np.array([[1], [16], [24], [33]]), [1, 1, 1, 1]) == ()
         assert engine.advance(next_step, [17, 44, 34]) == ()

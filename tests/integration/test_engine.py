@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import threading
+from array import array
 
 import numpy as np
 import pytest
@@ -74,6 +75,15 @@ async def test_lease_is_matched_granted_committed_and_released():
         lease.truncate(8)
         assert lease.commit(8) == 4
         assert lease.commit(8) == 0
+        assert served.engine.match([*A, 8, 9]).hit == Hit(8, 0)
+
+
+@pytest.mark.parametrize("tokens", [[8], [np.int64(8)], (8,), np.array([8]), array("q", [8])])
+async def test_tokens_of_every_kind_are_appended(tokens):
+    async with Served() as served, served.engine.match(A) as lease:
+        await lease.allocate(8)
+        lease.append(tokens)
+        lease.commit(8)
         assert served.engine.match([*A, 8, 9]).hit == Hit(8, 0)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aiokv import Hit
+from aiokv.errors import UsageError
 from aiokv.testing import (
     ScriptedDevice,
     ScriptedStore,
@@ -17,7 +18,7 @@ from aiokv.testing import (
 )
 from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.testing.transitions import TransitionLog, record, replay_transitions
-from tests.harness.cache import BLOCK_TOKENS
+from tests.harness.cache import BLOCK_TOKENS, prompt
 from tests.harness.external import LONG, A, B, C, ExternalCache
 
 pytestmark = pytest.mark.asyncio
@@ -61,6 +62,26 @@ async def test_positions_of_the_servers_own_cache_are_not_copied():
         cache.check(other, A)
         lease.release()
         other.release()
+
+
+async def test_onloads_with_lower_priority_numbers_are_copied_first():
+    prompts = [prompt(seed, 1) for seed in range(4)]
+    async with ExternalCache() as cache:
+        for tokens in prompts:
+            await cache.store(tokens, [0, 1])
+        leases = [await cache.granted(tokens) for tokens in prompts]
+        for i, (lease, priority) in enumerate(zip(leases, (0, 0, 5, 1), strict=True)):
+            lease.assign([2 * i, 2 * i + 1], priority=priority)
+        for targets in ([[0], [2]], [[6], [4]]):  # the device has two copies at once
+            await spin()
+            assert [copy.device_ids.tolist() for copy in cache.device.onloads] == targets
+            for copy in list(cache.device.onloads):
+                copy.complete_all()
+        for wrong in (-1, 1.5, None, "high"):
+            with pytest.raises(UsageError, match="priority is"):
+                leases[0].assign([20], priority=wrong)
+        for lease in leases:
+            lease.release()
 
 
 async def test_blocks_of_the_servers_own_cache_are_saved_once_they_are_committed():

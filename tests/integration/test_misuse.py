@@ -71,6 +71,18 @@ CALLS: dict[str, tuple[str, Callable[[E, L], Any]]] = {
     "tokens str": (r"tokens is a str; it must be .*tokenizer", lambda e, _: e.match("hello")),
     "tokens bytes": ("tokens is a bytes; it must be", lambda e, _: e.match(b"hello")),
     "tokens int": ("tokens is a int; it must be", lambda e, lease: lease.append(7)),
+    **{
+        f"append {tokens!r}": (message, lambda e, lease, t=tokens: lease.append(t))
+        for tokens, message in (
+            ([True], "dtype bool"),
+            ([7, 1.5], "dtype float64"),
+            ([np.float64(5)], "dtype float64"),
+            (["7"], "dtype"),
+            ([None], "dtype object"),
+            ([7, 2**31], "2147483648 at position 1 is outside int32"),
+            ([[7]], "2 dimensions"),
+        )
+    },
     "items int": ("items is 5", lambda e, _: e.match(TOKENS, items=5)),
     "items of ints": ("item is 5", lambda e, _: e.match(TOKENS, items=[5])),
     "items pair": ("Item", lambda e, _: e.match(TOKENS, items=[(b"a", 0)])),

@@ -38,7 +38,7 @@ LEFT_ALONE = (
     "uring_abi.hpp",  # constants of the kernel
 )
 # Their tests need these packages; without them, these files are left alone, too.
-PACKAGES = {"aiokv/connectors/vllm/": "vllm", "aiokv/connectors/sglang.py": "sglang"}
+PACKAGES = {"aiokv/connectors/vllm/": "vllm", "aiokv/connectors/sglang": "sglang"}
 
 # Tests of ``native/tests``, by the longest prefix of a path.
 NATIVE_TESTS: dict[str, tuple[str, ...]] = {
@@ -78,6 +78,7 @@ EXTERNAL = (
     "integration/test_external_ids.py",
     "integration/test_external_failures.py",
     "integration/test_external_control.py",
+    "integration/test_external_groups.py",
 )
 
 # By the longest prefix of a path; EVERYTHING runs for each mutant that survives these tests.
@@ -361,7 +362,11 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "peers/test_peer_layouts.py",
     ),
     "aiokv/events": ("integration/test_kv_events.py", "integration/test_zmq_publisher.py"),
-    "aiokv/connectors": ("connectors/test_pages.py", "connectors/test_sglang.py"),
+    "aiokv/connectors": (
+        "connectors/test_pages.py",
+        "connectors/test_sglang.py",
+        "connectors/sglang/test_pools.py",
+    ),
     "aiokv/connectors/vllm": (
         "connectors/vllm/test_blocks.py",
         "connectors/vllm/test_link.py",
@@ -398,6 +403,10 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "native/src/index/external_blocks.cpp": (
         *EXTERNAL,
         "property/test_external_blocks_machine.py",
+        "property/test_external_engine_walks.py",
+    ),
+    "native/src/index/external_groups.cpp": (
+        "integration/test_external_groups.py",
         "property/test_external_engine_walks.py",
     ),
     "native/src/index/external_saves.cpp": (

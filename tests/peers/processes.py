@@ -160,7 +160,8 @@ class Child:
         self._fail()
 
     def _fail(self) -> None:
-        for future in (*self._replies.values(), *self._tickets.values()):
+        futures: list[asyncio.Future[Any]] = [*self._replies.values(), *self._tickets.values()]
+        for future in futures:
             if not future.done():
                 future.set_exception(ConnectionError("the process has ended"))
 

@@ -6,6 +6,9 @@ preemption, resets, sleep and new weights with copies that are completed, failed
 records a trace, the transitions and the observations. Requests go on while the weights are updated:
 the bytes of a position depend on the versions that have computed all positions up to it.
 
+With groups beside full attention, whose blocks are of the same pool, the server frees the blocks
+that the next position does not need after each commit, while saves still read them.
+
 Checked after every operation: the invariants of the engine hold, no copy accesses a block that the
 server may reuse, and the blocks of a hit hold the KV of their prefix, tenant, items and weights.
 Checked at the end: every block is free, and all cached bytes are right.
@@ -30,6 +33,7 @@ from aiokv.trace.format import read_trace
 from tests.harness.cache import BLOCK_TOKENS
 from tests.harness.closing import complete_during
 from tests.harness.external import ExternalCache
+from tests.harness.external_groups import GROUPS, external_groups
 from tests.models.external_device import ExternalDevice
 
 if TYPE_CHECKING:
@@ -44,6 +48,10 @@ DEVICE_BLOCKS, HOST_BLOCKS = 20, 8
 GARBAGE = np.uint64(0xEEEEEEEEEEEEEEEE)
 
 
+def _ids(rows: dict[str, list[int]]) -> list[int]:
+    return [block_id for row in rows.values() for block_id in row if block_id >= 0]
+
+
 class Request:
     """A lease and the blocks that the server has given it."""
 
@@ -54,6 +62,7 @@ class Request:
         self.weights = weights  # at the grant
         self.versions: list[int] = []  # of the weights, of the first positions
         self.table: list[int] = []
+        self.rows: dict[str, list[int]] = {}  # by group: as `table`, -1 for no block
         self.cached = 0  # full blocks that the lease has not computed
         self.computed = 0  # computed positions
         self.has_computed = False
@@ -62,12 +71,16 @@ class Request:
 class Walk:
     def __init__(self, cache: ExternalCache, rng: random.Random) -> None:
         self.cache, self.engine, self.rng = cache, cache.engine, rng
-        self.server = ExternalDevice(DEVICE_BLOCKS)
+        self.groups = cache.groups
+        self.device_blocks = cache.engine.config.device_blocks
+        self.server = ExternalDevice(self.device_blocks)
         self.requests: list[Request] = []
         self.leases: dict[int, Lease] = {}  # by the key of the server's model
         self.prompts: set[tuple[tuple[int, ...], str, int]] = set()
         self.recorded = 0
         self.served_hits = 0
+        self.controls = 0.3 if self.groups else 1.0  # weight of resets, sleep, and so on
+        self.failed = 0  # leases whose loads have failed, with groups
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -97,22 +110,73 @@ class Walk:
 
     def assign(self, request: Request) -> None:
         """Name the first blocks, of which an idle request with the same prefix may have some."""
-        shared = self.shared_with(request)
-        request.cached = request.lease.cached_tokens // BLOCK_TOKENS
-        wanted = -(-len(request.tokens) // BLOCK_TOKENS) - len(shared)
-        fresh = self.server.free[:wanted]
-        if len(fresh) < wanted:
+        shared, shared_rows = self.shared_with(request)
+        cached = max(request.lease.cached_tokens // BLOCK_TOKENS, len(shared))
+        total = -(-len(request.tokens) // BLOCK_TOKENS)
+        if self.groups and self.rng.random() < 0.5:
+            total = max(cached, 1)  # the others are named when they are computed
+        wanted = {
+            name: [block for block in group.needed(cached) if block >= len(shared)]
+            for name, group in self.groups.items()
+        }
+        fresh = self.take(request, shared, shared_rows, total, cached, wanted)
+        if fresh is None:
             return
-        self.write_garbage(fresh)
-        request.lease.assign([*shared, *fresh], computed_tokens=len(shared) * BLOCK_TOKENS)
-        self.server.share(shared)
-        self.server.take(fresh)
-        request.table = [*shared, *fresh]
-        request.cached = max(request.cached, len(shared))
+        request.cached = cached
         request.computed = request.cached * BLOCK_TOKENS
         request.versions = [request.weights] * request.computed
 
-    def shared_with(self, request: Request) -> list[int]:
+    def take(
+        self,
+        request: Request,
+        shared: list[int],
+        shared_rows: dict[str, list[int]],
+        total: int,
+        cached: int = 0,
+        wanted: dict[str, list[int]] | None = None,
+    ) -> list[int] | None:
+        """Name the blocks behind the table up to ``total``; return them, or None without room.
+
+        Args:
+            request: gets the blocks.
+            shared: computed blocks of another request that it gets first.
+            shared_rows: of the groups.
+            total: number of blocks of the new table.
+            cached: number of cached or shared blocks.
+            wanted: cached blocks that each group needs.
+        """
+        old = len(request.table) + len(shared)
+        free = self.server.free
+        wanted = wanted or {name: [] for name in self.groups}
+        rows: dict[str, list[int]] = {}
+        table = [*shared, *free[: total - old]]
+        taken = total - old
+        for name, group in self.groups.items():
+            row = list(shared_rows.get(name, []))
+            for block in range(old, total):
+                names = block in wanted[name] or (
+                    block >= cached and (not group.is_state or self.rng.random() < 0.7)
+                )
+                row.append(taken if names else -1)  # an index of `free`
+                taken += names
+            rows[name] = row
+        if taken > len(free):
+            return None
+        fresh = free[:taken]
+        for row in rows.values():
+            row[len(shared) :] = [-1 if i < 0 else free[i] for i in row[len(shared) :]]
+        self.write_garbage(fresh)
+        tokens = len(shared) * BLOCK_TOKENS
+        request.lease.assign(table, computed_tokens=tokens, groups=rows)
+        self.server.share([*shared, *_ids(shared_rows)])
+        self.server.take(fresh)
+        request.table += table
+        for name, row in rows.items():
+            request.rows.setdefault(name, []).extend(row)
+        return fresh
+
+    def shared_with(self, request: Request) -> tuple[list[int], dict[str, list[int]]]:
+        """Return blocks of another request, and those of the groups that a hit of them needs."""
         full = len(request.tokens) // BLOCK_TOKENS
         for other in self.requests:
             if other.tenant != request.tenant or not other.table or not self.has_arrived(other):
@@ -127,64 +191,98 @@ class Walk:
                 == (request.tokens[: (common + 1) * BLOCK_TOKENS])
             ):
                 common += 1
-            if common and self.rng.random() < 0.5:
-                return other.table[: self.rng.randint(1, common)]
-        return []
+            if not common or self.rng.random() < 0.5:
+                continue
+            common = self.rng.randint(1, common)
+            rows = {}
+            for name, group in self.groups.items():
+                needed = group.needed(common)
+                row = other.rows[name]
+                rows[name] = [row[block] if block in needed else -1 for block in range(common)]
+            if all(-1 not in [rows[name][i] for i in self.groups[name].needed(common)]
+                   for name in rows):  # fmt: skip
+                return other.table[:common], rows
+        return [], {}
 
     def has_arrived(self, request: Request) -> bool:
         return not request.lease.transfer_ids and request.lease.state is LeaseState.GRANTED
 
-    def compute(self, request: Request) -> None:
+    def compute(self, request: Request) -> Awaitable[None] | None:
         """Check the cached blocks of the lease, compute the rest, and commit it."""
         lease = request.lease
         if not request.table:
             with suppress(LeaseError):  # its hit was dropped
                 self.assign(request)
         if not request.table or lease.transfer_ids:
-            return
+            return None
+        if self.groups and lease.state is LeaseState.FAILED:
+            with pytest.raises(LeaseError, match="cannot go back"):
+                lease.recompute_from()
+            self.failed += 1
+            return self.preempt(request)
         if (position := lease.recompute_from()) is not None:
             request.computed = min(request.computed, position)
         self.check(request)
+        total = -(-len(request.tokens) // BLOCK_TOKENS)
+        if len(request.table) < total and self.take(request, [], {}, total) is None:
+            return None
         begin = request.computed // BLOCK_TOKENS
         more = len(request.tokens) - request.computed
         request.versions[request.computed :] = [self.cache.memory.weights] * more
         words = self.words(request, len(request.tokens))
         if self.rng.random() < 0.5:
             with self.engine.computing([lease]):
-                self.cache.memory.write(request.table[begin : len(words)], words[begin:])
+                self.write(request, begin, words)
         else:
-            self.cache.memory.write(request.table[begin : len(words)], words[begin:])
+            self.write(request, begin, words)
         request.has_computed |= request.computed < len(request.tokens)
         request.computed = len(request.tokens)
         lease.commit(request.computed)
+        self.free_behind(request)
+        return None
+
+    def write(self, request: Request, begin: int, words: np.ndarray) -> None:
+        self.cache.memory.write(request.table[begin : len(words)], words[begin:])
+        for name, group in self.groups.items():
+            blocks = [i for i in range(begin, len(words)) if request.rows[name][i] >= 0]
+            group.memory.write([request.rows[name][i] for i in blocks], words[blocks])
+
+    def free_behind(self, request: Request) -> None:
+        """Free the blocks of groups that the next position does not need."""
+        for name, group in self.groups.items():
+            row = request.rows[name]
+            for block, block_id in enumerate(row):
+                if block_id >= 0 and not group.is_kept(block, request.computed):
+                    self.give_up(request, [block_id])
+                    row[block] = -1
 
     def check(self, request: Request) -> None:
         full = request.computed // BLOCK_TOKENS
         self.served_hits += full
         words = self.words(request, request.computed)
         self.cache.memory.check(request.table[:full], words, request.tenant)
+        for name, group in self.groups.items():
+            row = request.rows[name][:full]
+            blocks = [block for block, block_id in enumerate(row) if block_id >= 0]
+            group.memory.check([row[i] for i in blocks], words[blocks], f"{request.tenant} {name}")
+            if full == request.cached and not request.has_computed:
+                assert set(group.needed(full)) <= set(blocks)
 
     def words(self, request: Request, stop: int) -> np.ndarray:
         """Return the words of the full blocks of the first ``stop`` positions."""
         versions = np.array(request.versions[:stop])
         return self.cache.memory.words(request.tokens[:stop], request.tenant, versions)
 
-    def decode(self, request: Request) -> None:
+    def decode(self, request: Request) -> Awaitable[None] | None:
         if not request.table or request.computed < len(request.tokens):
-            return
+            return None
         more = [self.rng.randrange(2) for _ in range(self.rng.randint(1, 5))]
         total = -(-(len(request.tokens) + len(more)) // BLOCK_TOKENS)
-        fresh = self.server.free[: max(total - len(request.table), 0)]
-        if len(request.table) + len(fresh) < total:
-            return
-        if fresh:
-            self.write_garbage(fresh)
-            request.lease.assign(fresh)
-            self.server.take(fresh)
-        request.table += fresh
+        if total > len(request.table) and self.take(request, [], {}, total) is None:
+            return None
         request.lease.append(more)
         request.tokens = [*request.tokens, *more]
-        self.compute(request)
+        return self.compute(request)
 
     def truncate(self, request: Request) -> None:
         if not request.table or request.lease.transfer_ids:
@@ -192,11 +290,17 @@ class Walk:
         if request.lease.state is not LeaseState.GRANTED:
             return
         least = max(request.computed // BLOCK_TOKENS * BLOCK_TOKENS, 3)  # the end of an item
-        length = self.rng.randint(min(least, len(request.tokens)), len(request.tokens))
+        if self.groups:  # state and windows cannot go back
+            least = max(least, request.computed)
+        most = min(len(request.tokens), len(request.table) * BLOCK_TOKENS)
+        length = self.rng.randint(min(least, most), most)
         request.lease.truncate(length)
         blocks = -(-length // BLOCK_TOKENS)
         self.give_up(request, request.table[blocks:])
         request.table = request.table[:blocks]
+        for name, row in request.rows.items():
+            self.give_up(request, [block_id for block_id in row[blocks:] if block_id >= 0])
+            request.rows[name] = row[:blocks]
         request.tokens = request.tokens[:length]
         request.computed = min(request.computed, length)
 
@@ -205,8 +309,8 @@ class Walk:
 
     async def preempt(self, request: Request) -> None:
         await request.lease.preempt()
-        self.give_up(request, request.table)
-        request.table, request.computed = [], 0
+        self.give_up_all(request)
+        request.computed = 0
         request.weights = self.cache.memory.weights
         if request.lease.try_allocate(len(request.tokens)):
             self.assign(request)
@@ -223,7 +327,11 @@ class Walk:
     def drop(self, request: Request) -> None:
         self.recorded += request.has_computed
         self.requests.remove(request)
-        self.give_up(request, request.table)
+        self.give_up_all(request)
+
+    def give_up_all(self, request: Request) -> None:
+        self.give_up(request, [*request.table, *_ids(request.rows)])
+        request.table, request.rows = [], {}
 
     async def expire(self) -> None:
         """Advance the clock beyond all limits; leases that were used in time have none."""
@@ -239,8 +347,9 @@ class Walk:
     # --- the server -----------------------------------------------------------------------------
 
     def write_garbage(self, blocks: list[int]) -> None:
-        for tensor in self.cache.memory.tensors:
-            tensor[blocks] = GARBAGE
+        for memory in (self.cache.memory, *(group.memory for group in self.groups.values())):
+            for tensor in memory.tensors:
+                tensor[blocks] = GARBAGE
 
     def collect(self) -> None:
         self.server.collect(lambda key: self.leases[key].is_idle)
@@ -292,9 +401,9 @@ class Walk:
             self.end()
         await self.completing(self.engine.sleep(tiers))
         self.collect()
-        assert len(self.server.free) == DEVICE_BLOCKS
+        assert len(self.server.free) == self.device_blocks
         if "device" in tiers:
-            self.write_garbage(list(range(DEVICE_BLOCKS)))
+            self.write_garbage(list(range(self.device_blocks)))
         regions = self.cache.memory.regions if "device" in tiers else None
         await self.completing(self.engine.wake_up(tiers, regions=regions))
         if "host" in tiers:
@@ -316,7 +425,7 @@ class Walk:
                 "spin",
                 "control",
             ],
-            [6, 6, 3, 2, 1, 2, 1, 8, 4, int(controls)],
+            [6, 6, 3, 2, 1, 2, 1, 8 + 4 * len(self.groups), 4, controls * self.controls],
         )[0]
         if verb in ("compute", "decode", "truncate", "preempt"):
             if not self.requests:
@@ -342,7 +451,7 @@ class Walk:
             self.end()
         await self.cache.finish()
         self.collect()
-        assert len(self.server.free) == DEVICE_BLOCKS
+        assert len(self.server.free) == self.device_blocks
         assert self.engine.statistics().leases == 0
         for tokens, salt, item in sorted(self.prompts):
             request = self.match(list(tokens), salt, item, self.cache.memory.weights)
@@ -351,7 +460,7 @@ class Walk:
             await self.cache.finish()
             self.check(request)
             request.lease.release()
-            self.give_up(request, request.table)
+            self.give_up_all(request)
             self.collect()
 
 
@@ -390,6 +499,31 @@ async def test_random_walk_serves_the_right_bytes(policy: str, seed: int, tmp_pa
     granted = [s for s in spans if isinstance(s, LeasePhase) and s.phase == "granted"]
     assert len(granted) == statistics.grants
     assert {span.outcome for span in granted} == {"released", "preempted"}
+
+
+@pytest.mark.clock
+@pytest.mark.asyncio
+@pytest.mark.parametrize("policy", ["write_through", "nth_use:2"])
+@pytest.mark.parametrize("names", [("near",), ("near", "far"), ("mamba", "far"), tuple(GROUPS)])
+@pytest.mark.parametrize("seed", range(30 if DEEP else 3))
+async def test_random_walk_of_groups(names: tuple[str, ...], policy: str, seed: int):
+    cache = ExternalCache(
+        device_blocks=DEVICE_BLOCKS * (1 + len(names)),
+        host_blocks=HOST_BLOCKS,
+        groups=external_groups(names, DEVICE_BLOCKS * (1 + len(names)), 6),
+        write_policy=policy,
+    )
+    with record(cache.engine) as transitions:
+        async with cache:
+            walk = Walk(cache, random.Random(f"{names} {policy} {seed}"))
+            for _ in range(2 * OPERATIONS):
+                await walk.act()
+            await walk.finish()
+            statistics = cache.engine.statistics()
+    assert walk.served_hits
+    for name in names:
+        assert statistics.groups[name].offloaded_blocks
+    assert replay_transitions(transitions.log) > OPERATIONS
 
 
 def is_cancelled_onload(span: TransferSpan) -> bool:

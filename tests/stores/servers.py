@@ -63,7 +63,7 @@ class Server:
     def _answers(self) -> bool:
         assert self._process is not None
         if self._process.poll() is not None:
-            raise AssertionError(f"{self._process.args} ended:\n{self._log.read_text()[-2000:]}")
+            raise AssertionError(f"{self._process.args!r} ended:\n{self._log.read_text()[-2000:]}")
         return self._is_ready()
 
     def kill(self) -> None:

@@ -47,7 +47,7 @@ def test_leases_without_room_are_those_of_the_thread(engine):
     assert engine.advance(batch, [[1], [1], [1]], draft_tokens=0) == (leases[0],)
     batch.remove(leases[0])
     assert list(batch) == leases[1:]
-    with pytest.raises(UsageError, match="2, one per lease"):
+    with pytest.raises(UsageError, match="must have 2, one per lease"):
         engine.advance(batch, [1])
     with pytest.raises(UsageError, match="must be a SyncLease"):
         engine.batch([leases[0].inner])  # type: ignore[list-item]

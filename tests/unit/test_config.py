@@ -150,6 +150,6 @@ def test_derived_values():
 @pytest.mark.parametrize("name", ["attention", "state", "attention 0:2"])
 def test_window_group_has_the_name_of_no_other_group(name: str) -> None:
     group = WindowGroup(window_tokens=8, device_blocks=8)
-    with pytest.raises(ConfigError, match=f"windows has the key '{name}'"):
+    with pytest.raises(ConfigError, match=f"windows: group name '{name}' is reserved"):
         CacheConfig(device_blocks=8, block_tokens=4, windows={name: group})
     CacheConfig(device_blocks=8, block_tokens=4, windows={"attention_8": group})

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from vllm.config import CacheConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 log = Log(__name__)
@@ -49,6 +50,11 @@ def check_version(version: str = vllm.__version__) -> None:
 def calculates_kv_scales(config: CacheConfig) -> bool:
     """Return True if each start computes other scales of KV; vLLM 0.28 removed this option."""
     return bool(getattr(config, "calculate_kv_scales", False))
+
+
+def is_non_causal(spec: KVCacheSpec) -> bool:
+    """Return True for layers whose KV depends on later tokens; vLLM has them since 0.27."""
+    return bool(getattr(spec, "non_causal", False))
 
 
 CAN_FAIL_REQUESTS: Final = hasattr(KVConnectorBase_V1, "get_transfer_results")

@@ -12,13 +12,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from aiokv.base.logs import join_log
+from aiokv.base.logs import Log, join_log
 from aiokv.connectors.vllm import compat, opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
 from aiokv.connectors.vllm.groups import KVGroups
 from aiokv.connectors.vllm.link import LoadQueue
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
+from aiokv.connectors.vllm.prefixes import why_prefixes_are_forbidden
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
 from aiokv.connectors.vllm.statistics import ConnectorStatistics, EngineCounts, PromMetrics
 from aiokv.errors import ConfigError
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.worker import WorkerHalf
     from aiokv.sync import SyncEngine
+
+log = Log(__name__)
 
 REPORT_SECONDS: Final = 1.0  # interval of reports on the stores, and of workers without loads
 
@@ -72,9 +75,13 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
             self._pool = VllmBlocks()
             groups = KVGroups.of(kv_cache_config)
+            reason = why_prefixes_are_forbidden(vllm_config, kv_cache_config)
+            if reason is not None:
+                log.warning("vllm.prefixes_forbidden", reason=reason)
             self._scheduler = SchedulerHalf(
                 self._cache,
                 self._options,
+                is_active=reason is None,
                 groups=groups,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 pool=self._pool,
@@ -86,6 +93,11 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             self._counts = EngineCounts()
         self._reported = 0.0
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a block that was not saved is computed again, so vLLM keeps all outputs."""
+        return False
 
     # --- worker half ------------------------------------------------------------------------------
 

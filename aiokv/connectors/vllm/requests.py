@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from aiokv.base import checks
+from aiokv.base.logs import Log
 from aiokv.base.types import Item
 from aiokv.connectors.vllm.groups import BlockTables
+from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -16,6 +19,64 @@ if TYPE_CHECKING:
 
     from aiokv.sync import SyncLease
     from aiokv.sync.futures import EngineFuture
+
+log = Log(__name__)
+
+PARAMETERS: Final = "aiokv"  # key of the parameters of a request for this connector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Wishes of one request, ``kv_transfer_params["aiokv"]``.
+
+    Attributes:
+        read: False to load nothing.
+        write: False to save nothing.
+        max_load_tokens: most tokens to load; None for no limit.
+        load_priority: of the loads that wait for their turn, those with lower numbers are copied
+            first; at least 0.
+    """
+
+    read: bool = True
+    write: bool = True
+    max_load_tokens: int | None = None
+    load_priority: int = 0
+
+    @classmethod
+    def parse(cls, values: object) -> Self:
+        """Return the wishes of a request.
+
+        Raises:
+            UsageError: names the key, its value and the limit.
+        """
+        known = [field.name for field in fields(cls)]
+        if not isinstance(values, dict) or not values.keys() <= set(known):
+            raise UsageError(
+                f"kv_transfer_params[{PARAMETERS!r}] is {checks.shown(values)}; it must be an "
+                f"object with keys of {', '.join(known)}"
+            )
+        parameters = cls(**values)
+        checks.flag("read", parameters.read)
+        checks.flag("write", parameters.write)
+        for name in ("max_load_tokens", "load_priority"):
+            if (value := getattr(parameters, name)) is not None or name == "load_priority":
+                checks.integer(name, value, minimum=0)
+        return parameters
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """Return the wishes of a request of vLLM; neither read nor write if they are wrong.
+
+        A connector cannot refuse a request: an exception would end the server.
+        """
+        values = (request.kv_transfer_params or {}).get(PARAMETERS)
+        if values is None:
+            return cls()
+        try:
+            return cls.parse(values)
+        except UsageError as error:
+            log.warning("vllm.wrong_parameters", request=request.request_id, error=str(error))
+            return cls(read=False, write=False)
 
 
 @dataclass(slots=True)
@@ -45,6 +106,7 @@ class CachedRequest:
         request: vLLM's request.
         local: positions that vLLM's own cache had at the last match.
         preemptions: the request's count at the match.
+        parameters: the wishes of the request.
         lease: the lease; None if the request is computed without the cache.
         known_tokens: tokens that the lease knows.
         granting: the wait for blocks of the stores; None when the lease is granted.
@@ -64,6 +126,7 @@ class CachedRequest:
     request: Request
     local: int
     preemptions: int
+    parameters: Parameters
     lease: SyncLease | None = None
     known_tokens: int = 0
     granting: EngineFuture[Any] | None = None

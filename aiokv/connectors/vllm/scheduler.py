@@ -32,6 +32,7 @@ from aiokv.connectors.vllm.prefills import PrefillClock
 from aiokv.connectors.vllm.requests import (
     CachedRequest,
     Onload,
+    Parameters,
     is_cacheable,
     names_of,
     prompt_of,
@@ -67,6 +68,7 @@ class SchedulerHalf:
     Args:
         cache: the engine.
         options: settings of the connector.
+        is_active: False to compute all requests without the cache.
         groups: the groups of vLLM's KV cache.
         step_tokens: most positions that a step of vLLM computes.
         pool: vLLM's blocks.
@@ -78,6 +80,7 @@ class SchedulerHalf:
         cache: HostCache,
         options: Options,
         *,
+        is_active: bool = True,
         groups: KVGroups,
         step_tokens: int,
         pool: VllmBlocks,
@@ -86,6 +89,7 @@ class SchedulerHalf:
         self._cache = cache
         self._pool = pool
         self._link = link
+        self._is_active = is_active
         self._groups = groups
         self._step_tokens = step_tokens
         self._block_tokens = groups.block_tokens
@@ -165,26 +169,38 @@ class SchedulerHalf:
 
     def _match(self, request: Request, local: int) -> CachedRequest:
         """Return a request with a lease, or without one if it is computed without the cache."""
-        cached = CachedRequest(request, local=local, preemptions=request.num_preemptions)
-        if not self._cache.is_usable or not is_cacheable(request):
-            return cached
-        tokens = prompt_of(request)
+        wishes = Parameters.of(request)
+        cached = CachedRequest(request, local, request.num_preemptions, wishes)
         read = (
-            not request.skip_reading_prefix_cache
+            wishes.read
+            and not request.skip_reading_prefix_cache
             and request.request_id not in self._computed_anew
         )
+        if not (read or wishes.write) or not self._serves(request):
+            return cached
+        tokens = prompt_of(request)
         calls = self._cache.calls()
-        lease = calls.match(tokens, read=read, owner=request.request_id, **names_of(request))
+        lease = calls.match(
+            tokens,
+            read=read,
+            write=wishes.write,
+            owner=request.request_id,
+            **names_of(request),
+        )
+        granted = len(tokens)
+        if wishes.max_load_tokens is not None:  # the hit ends before the last granted position
+            size = self._block_tokens
+            granted = min(granted, local + wishes.max_load_tokens // size * size + 1)
         future = None
         if self._wait_store and read:
             future = calls.allocate(
                 lease,
-                len(tokens),
+                granted,
                 wait_store=self._wait_store,
                 queued_tokens=self._queued_tokens(),
             )
         else:
-            calls.try_allocate(lease, len(tokens))
+            calls.try_allocate(lease, granted)
         answers = self._cache.run(calls)
         if self._cache.succeeded(answers, f"match of request {request.request_id}"):
             cached.lease, cached.granting = lease, future
@@ -194,6 +210,9 @@ class SchedulerHalf:
         else:
             self._cache.release_and_watch(lease)
         return cached
+
+    def _serves(self, request: Request) -> bool:
+        return self._is_active and self._cache.is_usable and is_cacheable(request)
 
     def _wait_for_decision(self, future: Future[Any]) -> None:
         began = time.monotonic()
@@ -305,6 +324,8 @@ class SchedulerHalf:
                 cached.table[:blocks],
                 computed_tokens=onload.first,
                 groups=cached.tables.sides_of_hit(self._groups, blocks),
+                # A step waits for its loads, so they are not copied behind other ones.
+                priority=0 if onload.in_step else cached.parameters.load_priority,
             )
             answers = self._cache.run(calls)
             if self._cache.succeeded(answers, f"load of request {cached.request_id}"):
@@ -459,7 +480,7 @@ class SchedulerHalf:
         committed = []
         for cached in requests:
             blocks = min(cached.computed // self._block_tokens, len(cached.table))
-            if blocks > cached.committed and cached.lease is not None:
+            if blocks > cached.committed and cached.lease is not None and cached.parameters.write:
                 answers = self._add_commit(calls, cached.lease, cached, blocks)
                 committed.append((cached, blocks, answers))
         if not committed and not self._cache.closes_steps_on_ranks:

@@ -63,8 +63,7 @@ class BlockGroup {
     // `readers`, `host_readers`: number of readers per device id and per host id, without those
     // that HostCopies counts. `ids`: owners that are not nodes. `owned`: see HostCopies.
     void check(Report& report, Ownership ids, std::vector<std::uint32_t> readers,
-               std::vector<std::uint32_t> host_readers,
-               std::span<const BlockId> owned = {}) const;
+               std::vector<std::uint32_t> host_readers, std::span<const BlockId> owned = {}) const;
 
     GroupPool pool;                  // on the device
     std::optional<HostCopies> host;  // none: the blocks stay on the device

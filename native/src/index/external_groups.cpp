@@ -211,8 +211,8 @@ void ExternalGroups::settle(SaveId block, NodeId node) {
         const auto found = by_place_.find({group.number(), kSaveBit | block});
         if (found == by_place_.end()) continue;
         const SaveIndex index = found->second;
-        const bool is_known = by_place_.contains({group.number(), node}) ||
-                              group.host_pool()->find(node) != kNoBlock;
+        const bool is_known =
+            by_place_.contains({group.number(), node}) || group.host_pool()->find(node) != kNoBlock;
         if (is_known) {
             lose_at(index);
             continue;

@@ -43,29 +43,34 @@ struct ViewOf {
     make_caster<Held> held_;
 };
 
-template <>
-struct type_caster<aiokv::Tokens> : ViewOf<aiokv::Tokens, aiokv::TokenArray> {};
-// Ids of leases: an array is not copied.
-template <>
-struct type_caster<std::span<const aiokv::LeaseId>> {
-    NB_TYPE_CASTER(std::span<const aiokv::LeaseId>,
-                   union_name(make_caster<std::vector<aiokv::LeaseId>>::Name,
-                              make_caster<aiokv::LeaseIdArray>::Name))
+// An array is not copied. A list or a tuple has exact integers only.
+template <class View, class Array>
+struct IntegersOf {
+    using Integer = std::remove_cv_t<typename View::element_type>;
+    NB_TYPE_CASTER(View,
+                   union_name(make_caster<std::vector<Integer>>::Name, make_caster<Array>::Name))
     bool from_python(handle src, std::uint32_t flags, cleanup_list* cleanup) noexcept {
         if (PyList_Check(src.ptr()) || PyTuple_Check(src.ptr())) {
-            if (!list_.from_python(src, flags, cleanup)) return false;
+            const auto exact = flags & ~static_cast<std::uint32_t>(cast_flags::convert);
+            if (!list_.from_python(src, static_cast<std::uint8_t>(exact), cleanup)) return false;
             value = list_.value;
             return true;
         }
         if (!array_.from_python(src, flags, cleanup)) return false;
-        value = {reinterpret_cast<const aiokv::LeaseId*>(array_.value.data()), array_.value.size()};
+        value = {reinterpret_cast<const Integer*>(array_.value.data()), array_.value.size()};
         return true;
     }
 
   private:
-    make_caster<std::vector<aiokv::LeaseId>> list_;
-    make_caster<aiokv::LeaseIdArray> array_;
+    make_caster<std::vector<Integer>> list_;
+    make_caster<Array> array_;
 };
+
+template <>
+struct type_caster<aiokv::Tokens> : IntegersOf<aiokv::Tokens, aiokv::TokenArray> {};
+template <>
+struct type_caster<std::span<const aiokv::LeaseId>>
+    : IntegersOf<std::span<const aiokv::LeaseId>, aiokv::LeaseIdArray> {};
 template <>
 struct type_caster<std::span<const std::uint8_t>> : ViewOf<std::span<const std::uint8_t>, bytes> {};
 
@@ -546,8 +551,8 @@ void bind_core(nb::module_& m) {
                 core.assign(id, ids, computed_tokens, group_ids.value_or(Tokens()));
             },
             "lease"_a, "ids"_a, "computed_tokens"_a = 0, "group_ids"_a = nb::none(),
-             "Append device ids of a server to the table of a lease; group_ids has one row of as "
-             "many ids per other group, -1 for none, or is empty.")
+            "Append device ids of a server to the table of a lease; group_ids has one row of as "
+            "many ids per other group, -1 for none, or is empty.")
         .def("is_idle", &Core::is_idle, "lease"_a,
              "Return whether no transfer uses ids that the lease, which may have ended, has named.")
         .def("idle_after_step", &Core::idle_after_step, "lease"_a,

@@ -96,7 +96,9 @@ def answer(engine: CpuEngine, tokens: list[int]) -> dict[str, Any]:
 
 def damage(directory: Path) -> None:
     """Change a byte of every second page in a directory store."""
-    files = sorted(path for path in directory.rglob("*") if path.stat().st_size > 4096)
+    files = sorted(
+        path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 1024
+    )
     for path in files[::2]:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1

@@ -30,6 +30,7 @@ from aiokv.connectors.vllm import (
     link,
     opening,
     prefills,
+    prefixes,
     scheduler,
     sources,
     worker,
@@ -65,9 +66,14 @@ def make_server() -> Iterator[MakeServer]:
     servers: list[Server] = []
 
     def make(
-        extra: dict[str, Any] | None = None, layout: str = "flash", seed: int = 0, **options: Any
+        extra: dict[str, Any] | None = None,
+        layout: str = "flash",
+        seed: int = 0,
+        change: Callable[[Any], None] = lambda config: None,
+        **options: Any,
     ) -> Server:
         config = vllm_config(extra=HOST | (extra or {}), **options)
+        change(config)
         server = Server(
             config, random.Random(seed), layout, num_drafts=options.get("num_drafts", 0)
         )
@@ -219,6 +225,165 @@ def test_embeddings_are_neither_loaded_nor_saved(make_server: MakeServer) -> Non
     server.run()
     assert server.loaded(request) == 0
     assert server.connector.get_kv_connector_stats().data["saved_blocks"] == 0
+
+
+def _wishing(num_tokens: int = 1, **wishes: Any) -> SamplingParams:
+    """Return options of a request with parameters for the connector."""
+    return SamplingParams(
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": {"do_remote_prefill": False, "aiokv": wishes}},
+    )
+
+
+def test_request_that_does_not_read_loads_nothing_and_is_saved(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = evicted_prompt(server, 1)
+    longer = tokens + prompt(2, 20)
+    request = server.add("b", longer, 1, sampling_params=_wishing(read=False))
+    evict_all(server)
+    assert server.loaded(request) == 0
+    again = serve_and_check(server, "c", longer, 1)
+    assert server.loaded(again) == 60
+
+
+def test_request_that_does_not_write_loads_and_is_not_saved(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = evicted_prompt(server, 1)
+    longer = tokens + prompt(2, 20)
+    request = server.add("b", longer, 4, sampling_params=_wishing(4, write=False))
+    evict_all(server)
+    assert server.outputs["b"] == generate(longer, 0, 4)
+    assert server.loaded(request) == 40
+    again = serve_and_check(server, "c", longer, 1)
+    assert server.loaded(again) == 40
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+@pytest.mark.parametrize(("limit", "loaded"), [(0, 0), (3, 0), (15, 12), (16, 16), (1000, 40)])
+def test_request_loads_at_most_its_limit(
+    make_server: MakeServer, load: str, limit: int, loaded: int
+) -> None:
+    server = make_server({"load": load})
+    tokens = evicted_prompt(server, 1)
+    longer = tokens + prompt(2, 20)
+    request = server.add("b", longer, 4, sampling_params=_wishing(4, max_load_tokens=limit))
+    evict_all(server)
+    assert server.outputs["b"] == generate(longer, 0, 4)
+    assert server.loaded(request) == loaded
+    again = serve_and_check(server, "c", longer, 1)
+    assert server.loaded(again) == 60  # all was saved
+
+
+def test_limit_counts_tokens_behind_the_hit_of_vllm(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = evicted_prompt(server, 1)
+    server.add("short", tokens[:17], 1)
+    server.run()
+    request = server.add("b", tokens, 2, sampling_params=_wishing(2, max_load_tokens=9))
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 2)
+    assert server.loaded(request) == 8
+
+
+def test_load_has_the_priority_of_its_request(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priorities: list[int] = []
+    assign = Lease.assign
+
+    def note(lease: Lease, block_ids: Any, **options: Any) -> None:
+        priorities.append(options.get("priority", 0))
+        assign(lease, block_ids, **options)
+
+    server = make_server()
+    tokens = evicted_prompt(server, 1)
+    monkeypatch.setattr(Lease, "assign", note)
+    request = server.add("b", tokens, 1, sampling_params=_wishing(load_priority=7))
+    server.run()
+    assert server.loaded(request) == 40
+    assert priorities == [7]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ([], "is []; it must be an object"),
+        ({"reed": False}, "keys of read, write, max_load_tokens, load_priority"),
+        ({"write": "no"}, "write is 'no'"),
+        ({"max_load_tokens": -1}, "max_load_tokens is -1"),
+        ({"max_load_tokens": 1.5}, "max_load_tokens is 1.5"),
+        ({"load_priority": None}, "load_priority is None"),
+    ],
+)
+def test_request_with_wrong_parameters_is_neither_loaded_nor_saved(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture, wishes: Any, message: str
+) -> None:
+    server = make_server()
+    tokens = evicted_prompt(server, 1)
+    longer = tokens + prompt(2, 20)
+    options = SamplingParams(
+        max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": {"aiokv": wishes}}
+    )
+    request = server.add("b", longer, 1, sampling_params=options)
+    evict_all(server)
+    assert server.loaded(request) == 0
+    again = serve_and_check(server, "c", longer, 1)
+    assert server.loaded(again) == 40
+    assert message in caplog.text
+    assert server.connector.get_kv_connector_stats().data["usable"] == 1
+
+
+def test_preempted_requests_keep_their_output(make_server: MakeServer) -> None:
+    assert make_server().connector.requires_kv_delivery is False
+
+
+def _forbid(monkeypatch: pytest.MonkeyPatch, reason: str, config: Any) -> None:
+    """Change a configuration as vLLM would for a model that needs all positions in one step."""
+    model = config.model_config
+    if reason == "pooler":
+        monkeypatch.setattr(type(model), "is_prefix_caching_supported", False)
+        model.runner_type = "pooling"
+    elif reason == "MLA":
+        monkeypatch.setattr(type(model), "use_mla", True)
+        monkeypatch.setattr(prefixes, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+        config.scheduler_config.enable_chunked_prefill = False
+        config.scheduler_config.max_num_batched_tokens = 64
+    elif reason == "VLLM_BATCH_INVARIANT":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    else:
+        monkeypatch.setattr(type(model), "architecture", reason)
+
+
+@pytest.mark.parametrize(
+    "reason", ["pooler", "MLA", "VLLM_BATCH_INVARIANT", "UnlimitedOCRForCausalLM"]
+)
+def test_no_hit_where_vllm_forbids_cached_prefixes(
+    make_server: MakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reason: str,
+) -> None:
+    change = functools.partial(_forbid, monkeypatch, reason)
+    server = make_server(prefix_caching=False, change=change)
+    tokens = prompt(1, 41)
+    for name in ("a", "b"):
+        request = serve_and_check(server, name, tokens, 2)
+        assert server.loaded(request) == 0
+    lines = [r for r in caplog.records if "prefixes_forbidden" in r.getMessage()]
+    assert len(lines) == 1
+    assert reason in lines[0].getMessage()
+    assert server.connector.get_kv_connector_stats().data["saved_blocks"] == 0
+
+
+def test_hits_are_loaded_when_the_user_turns_vllms_prefix_cache_off(
+    make_server: MakeServer,
+) -> None:
+    server = make_server(prefix_caching=False)
+    tokens = prompt(1, 41)
+    for name, loaded in (("a", 0), ("b", 40)):
+        request = serve_and_check(server, name, tokens, 2)
+        assert server.loaded(request) == loaded
 
 
 def test_aborted_load_frees_its_blocks_when_it_has_ended(

@@ -1,0 +1,170 @@
+"""HostPool: a host pool of SGLang, whose pages are objects in stores.
+
+A page of KV heads is one object per few heads. A tensor-parallel rank has some of these objects,
+and their bytes do not depend on the number of ranks. Each other page is one object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from aiokv.base.groups import ATTENTION
+from aiokv.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    from aiokv.connectors.pages import Page
+
+KV: Final = "kv"
+# Variables that change the order of the bytes of a page. No object of SGLang tells a backend of
+# them.
+LAYOUT_VARIABLES: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
+DEFAULT_TP_SIZES: Final = 8  # a page is shared between TP sizes that divide this
+_MHA: Final = "MHATokenToKVPoolHost"
+_DIVISIBLE: Final = (_MHA, "AsymmetricMHATokenToKVPoolHost")  # K and V, and nothing beside them
+_RANKS: Final = ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size")
+_SHAPES: Final = (
+    "layout", "page_size", "start_layer", "end_layer", "layer_num", "head_dim", "v_head_dim",
+    "dtype", "conv_dtype", "temporal_dtype", "conv_state_shapes", "temporal_state_shape",
+    "storage_format_tag",
+)  # fmt: skip
+
+
+class HostPool:
+    """Pages of a host pool.
+
+    Args:
+        name: SGLang's name of the pool.
+        pool: the pool.
+        config: ranks.
+        identity: facts that all pools share, such as the model.
+        is_shared: other ranks can read the objects of this one.
+        is_first: no other pool with bytes is registered.
+
+    Attributes:
+        group: group of the objects in the stores.
+        num_objects: objects per page of this rank; 0 for a pool of indices without bytes.
+        object_bytes: size of each object.
+        page_bytes: size of each page of this rank.
+        num_bytes: size of the pool.
+        fingerprint: 32 bytes.
+
+    Raises:
+        ConfigError: the pool has no pages in this layout, or its ranks cannot store them.
+    """
+
+    def __init__(
+        self, name: str, pool: Any, config: HiCacheStorageConfig, identity: Mapping[str, object],
+        *, is_shared: bool, is_first: bool,
+    ) -> None:  # fmt: skip
+        self.group = ATTENTION if is_first else name
+        self._name = name
+        self._pool = pool
+        sizes = self._buffers(torch.arange(pool.page_size))[1]
+        classes = [kind.__name__ for kind in type(pool).__mro__]
+        if config.is_mla_model and config.tp_size > 1 and name != KV and _MHA in classes:
+            raise ConfigError(
+                f"the host pool {name!r} has other KV heads in each of the {config.tp_size} ranks, "
+                "and SGLang saves the pages of the first one only, as for the MLA model beside it",
+                hint="serve with --tp-size 1, or without the draft model",
+            )
+        heads = [0, 0]  # of the model, and per object
+        ranks = [getattr(config, rank, 0) for rank in _RANKS]
+        self.num_objects = min(1, len(sizes))
+        self._first_object = 0
+        self._rows = 1  # of the heads of this rank, in each part
+        if (
+            is_shared
+            and classes[0] in _DIVISIBLE
+            and not any(os.environ.get(variable) for variable in LAYOUT_VARIABLES)
+        ):
+            heads = _divide(pool.head_num, config)
+            self.num_objects = pool.head_num // heads[1]
+            self._first_object = config.tp_rank * self.num_objects
+            if pool.layout != "page_head":  # the heads of a token are adjacent
+                self._rows = pool.page_size
+                self._rows *= 1 if pool.layout == "layer_first" else pool.layer_num
+        elif not config.is_mla_model or name == "mamba":  # with MLA, ranks have equal pages
+            ranks += [config.tp_rank, config.tp_size]
+        self.page_bytes = sum(sizes)
+        self.object_bytes = self.page_bytes // max(1, self.num_objects)
+        self.num_bytes = self.page_bytes * (pool.size // pool.page_size)
+        facts = {
+            **identity,
+            "pool": [name, classes[0], sizes if not heads[0] else [len(sizes), self.object_bytes]],
+            "shapes": [str(getattr(pool, shape, None)) for shape in _SHAPES],
+            "heads": heads,
+            "ranks": ranks,
+            "variables": [os.environ.get(variable) for variable in LAYOUT_VARIABLES],
+        }
+        self.fingerprint = hashlib.sha256(b"aiokv sglang " + msgspec.json.encode(facts)).digest()
+
+    def digests(self, keys: Sequence[str]) -> bytes:
+        """Return a digest per object of the pages with these keys."""
+        numbers = range(self._first_object, self._first_object + self.num_objects)
+        return b"".join(
+            hashlib.sha256(f"{number} {key}".encode()).digest()
+            for key in keys
+            for number in numbers
+        )
+
+    def objects(self, num_pages: int, host_indices: torch.Tensor) -> list[Page]:
+        """Return views of the objects of pages.
+
+        Args:
+            num_pages: number of pages.
+            host_indices: places of their tokens in the pool.
+
+        Raises:
+            UsageError: the places are those of another number of pages.
+        """
+        if len(host_indices) != num_pages * self._pool.page_size:
+            raise UsageError(
+                f"host pool {self._name!r}: {len(host_indices)} host indices for {num_pages} "
+                f"pages; a page has {self._pool.page_size}"
+            )
+        if not num_pages:
+            return []
+        parts = list(map(self._divided, *self._buffers(host_indices)))
+        step = len(parts) // num_pages
+        return [
+            [part[number] for part in parts[page * step : (page + 1) * step]]
+            for page in range(num_pages)
+            for number in range(self.num_objects)
+        ]
+
+    def _divided(self, address: int, num_bytes: int) -> Page:
+        """Return the bytes of each object in a part of a page."""
+        memory = memoryview((ctypes.c_uint8 * num_bytes).from_address(address))
+        part = np.frombuffer(memory, np.uint8)
+        if self.num_objects == 1:
+            return [part]
+        return list(part.reshape(self._rows, self.num_objects, -1).swapaxes(0, 1))
+
+    def _buffers(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        try:
+            return self._pool.get_page_buffer_meta(host_indices) or ([], [])
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(
+                f"the layout {self._pool.layout!r} of the host pool {self._name!r} has no pages: "
+                f"{error}",
+                hint="use --hicache-mem-layout page_first or page_first_direct",
+            ) from error
+
+
+def _divide(local_heads: int, config: HiCacheStorageConfig) -> list[int]:
+    """Return the number of KV heads of the model, and per object."""
+    heads = local_heads * config.tp_size
+    per_object = heads // math.gcd(heads, config.tp_lcm_size or DEFAULT_TP_SIZES)
+    return [heads, local_heads if local_heads % per_object else per_object]
