@@ -30,19 +30,26 @@ TESTED: Final = ("0.22.1", "0.27.1", "0.32.0")
 """Versions that ``make test-vllm VLLM=...`` runs."""
 
 
+def _release_of(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release; those of the newest one for a build of a clone."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    if release is None or "dev" in version:  # without tags, it is 0.1.dev1
+        return _release_of(TESTED[-1])
+    return tuple(int(number) for number in release[0].split("."))
+
+
 def check_version(version: str = vllm.__version__) -> None:
     """Log the version of vLLM, and whether the connector was tested with it.
 
     Raises:
         ConfigError: the version is older than OLDEST.
     """
-    release = re.match(r"\d+(\.\d+)*", version)
-    numbers = tuple(int(number) for number in release[0].split(".")) if release else OLDEST
-    if numbers < OLDEST and "dev" not in version:  # a build of a clone without tags is 0.1.dev1
+    if _release_of(version) < OLDEST:
         raise ConfigError(
             f"vLLM is {version}; AiokvConnector serves {OLDEST[0]}.{OLDEST[1]} and newer",
             hint=f"install vLLM {TESTED[-1]}",
         )
+    release = re.match(r"[\d.]*\d", version)
     is_tested = release is not None and release[0] in TESTED
     log.info("vllm.version", version=version, tested=is_tested)
 
@@ -61,12 +68,20 @@ CAN_FAIL_REQUESTS: Final = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """True if vLLM computes a request again whose load has failed, with any number of groups (0.30)."""
 
 
+CAN_LOAD_STATES: Final = _release_of(vllm.__version__) >= (0, 27)
+"""True if vLLM computes behind recurrent state that a connector has loaded."""
+
+KEEPS_READ_BLOCKS: Final = _release_of(vllm.__version__) >= (0, 27)
+"""True if vLLM frees no block of a window that a step in flight reads."""
+
+
 def tokens_in_flight(request: Request) -> int:
     """Return the positions of steps that were scheduled and have not ended.
 
-    vLLM 0.27 keeps the blocks that these steps read; earlier versions free them.
+    Returns:
+        0 without ``KEEPS_READ_BLOCKS``.
     """
-    return int(getattr(request, "num_in_flight_tokens", 0))
+    return int(request.num_in_flight_tokens) if KEEPS_READ_BLOCKS else 0
 
 
 def boundary_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, int]]]:

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from aiokv.connectors.vllm import compat
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -281,6 +282,11 @@ def _kind_of(spec: Any) -> Retention:
     if type(spec) is SlidingWindowSpec:
         return "window"
     if type(spec) is MambaSpec:
+        if not compat.CAN_LOAD_STATES:
+            raise ConfigError(
+                "the model has recurrent state, which this version of vLLM lets no connector load",
+                hint="install vLLM 0.27 or newer",
+            )
         if spec.mamba_cache_mode == "none":
             raise ConfigError(
                 "the recurrent state of the model is not kept at block boundaries "

@@ -393,7 +393,8 @@ class SchedulerHalf:
                 elif cached is not None:
                     cached.tables.extend(self._groups, blocks)
             if cached is not None:
-                cached.kept_tokens = computed - compat.tokens_in_flight(cached.request)
+                if self._groups.sides:
+                    cached.kept_tokens = computed - compat.tokens_in_flight(cached.request)
                 record.append((cached, computed + scheduled[request_id]))
         for cached, end in record:
             cached.last_step = self._step

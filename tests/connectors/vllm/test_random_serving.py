@@ -69,6 +69,9 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "windows, two ranks": {"sides": ("window",), "num_ranks": 2},
     "windows, no prefix cache": {"sides": ("window",), "prefix_caching": False},
+    "full and windows": {"sides": ("full", "window")},
+}
+STATE_MODES: dict[str, dict[str, Any]] = {
     "state": {"sides": ("state", "state")},
     "state, async scheduling": {"sides": ("state",), "async_scheduling": True},
     "state, slow": {"sides": ("state",), "slow": True, "fail_share": 0.0},
@@ -81,6 +84,8 @@ MODES: dict[str, dict[str, Any]] = {
     "all groups": {"sides": ("full", "window", "state")},
     "all groups, small host": {"sides": ("full", "window", "state"), "host_blocks": 30},
 }
+if compat.CAN_LOAD_STATES:
+    MODES |= STATE_MODES
 if compat.CAN_FAIL_REQUESTS:
     MODES |= {
         "all groups, flaky": {"sides": ("full", "window", "state"), "flaky": True},
