@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv import CacheConfig, CacheEngine
+from aiokv.base.memory import available_bytes
 from aiokv.config.cache_config import (  # msgspec reads the annotations
     DEFAULT_EVICTION_POLICY,
     EVICTION_POLICIES,
@@ -38,7 +39,6 @@ from aiokv.trace.report import (
     PolicyPoint,
     ReplayReport,
     TrafficReport,
-    available_bytes,
     percentiles_us,
     resident_bytes,
 )
@@ -592,8 +592,7 @@ def _hit_tokens(run: _Run) -> dict[str, int]:
 
 def _memory(run: _Run, rss_before: int) -> MemoryReport:
     statistics = run.statistics
-    # Nearly all blocks of the smaller tier are also in the larger one.
-    cached_blocks = max(statistics.attention.device.cached, statistics.attention.host.cached)
+    cached_blocks = statistics.nodes - 1  # without the root
     return MemoryReport(
         rss_delta_bytes=run.rss_bytes - rss_before,
         cached_blocks=cached_blocks,

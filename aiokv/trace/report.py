@@ -33,7 +33,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rss_delta_bytes: growth of the resident memory from before the engine was made to after the
             replay.
-        cached_blocks: cached blocks at the end, in the tier that has more.
+        cached_blocks: cached blocks at the end. A block on both tiers counts once.
         index_bytes: memory of the index and the pools by their own counters, without token ids.
         token_bytes: memory of the token ids.
         index_bytes_per_block: ``index_bytes / cached_blocks``.
@@ -277,12 +277,3 @@ def resident_bytes() -> int:
     """Return the resident set size of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGESIZE")
-
-
-def available_bytes() -> int:
-    """Return the bytes of memory that can be allocated without swapping."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) << 10
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")

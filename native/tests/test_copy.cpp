@@ -4,6 +4,7 @@
 #include <numeric>
 #include <random>
 
+#include "aiokv/cache_lines.hpp"
 #include "aiokv/copy.hpp"
 #include "check.hpp"
 

@@ -80,6 +80,7 @@ def test_hadolint_accepts_the_dockerfiles(path):
 
 
 @needs("check_jsonschema")
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_files_have_their_schemas(schema):
     assert SCHEMAS[schema]
@@ -87,8 +88,20 @@ def test_files_have_their_schemas(schema):
 
 
 @needs("kubernetes_validate")
+@pytest.mark.slow
 def test_kubernetes_objects_are_valid():
     check("kubernetes-validate", "--strict", DEPLOY / "kubernetes.yaml")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason=f"promtool is absent; {HINT}")
+def test_prometheus_accepts_its_configuration(tmp_path):
+    for path in (DEPLOY / "prometheus.yml", ROOT / "aiokv/observe/alerts.yml"):
+        shutil.copy(path, tmp_path)  # as the compose file mounts them
+    done = subprocess.run(
+        ["promtool", "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"[1-9]\d* rules found", done.stdout), done.stdout
 
 
 @needs("yamllint")

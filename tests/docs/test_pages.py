@@ -78,6 +78,13 @@ def test_the_other_blocks_of_a_page_are_valid(page, tmp_path):
         check_block(block, tmp_path, f"{page.name}, line {block.line}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_with_commands_say_what_to_install(page):
+    commands = [block.text for block in blocks_of(page) if block.language == "console"]
+    if any(re.search(r"^\$ (aiokv|vllm|python) ", text, re.MULTILINE) for text in commands):
+        assert re.search(r"pip install|install\.md", page.read_text())
+
+
 @pytest.mark.parametrize(
     ("owner", "classes"),
     [

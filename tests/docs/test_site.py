@@ -44,7 +44,7 @@ def test_the_overview_of_the_api_links_each_name():
     }
     assert named.pop("index.md") == []
     rows = re.findall(
-        r"^\| \[.*\]\((\w+\.md)\) \| (.*) \|$", (API / "index.md").read_text(), re.MULTILINE
+        r"^\| \[.*\]\(([\w-]+\.md)\) \| (.*) \|$", (API / "index.md").read_text(), re.MULTILINE
     )
     assert {page: re.findall(r"\]\[([\w.]+)\]", names) for page, names in rows} == named
 

@@ -155,6 +155,19 @@ def test_host_tier_serves_blocks_evicted_from_the_device(small):
     assert tiered.execute.verified_blocks * BLOCK_TOKENS == tiered.hit_tokens["total"]
 
 
+def test_blocks_on_both_tiers_count_once_in_the_memory_per_block(small):
+    memory = run_replay(small, device_blocks=4_000, host_blocks=2_000).memory
+    blocks = {
+        tokens[:end].tobytes()
+        for tokens in small.prompts
+        for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
+    }
+    one_tier = run_replay(small, device_blocks=len(blocks) + 1_000).memory
+    assert one_tier.cached_blocks == len(blocks)
+    assert 4_000 < memory.cached_blocks < 6_000
+    assert memory.index_bytes_per_block == memory.index_bytes / memory.cached_blocks
+
+
 def test_concurrent_leases_hold_their_blocks(small):
     """Eight concurrent leases leave fewer blocks for unused prefixes."""
     report = run_replay(small, device_blocks=2_500, concurrency=8)

@@ -50,7 +50,8 @@ def missing(cell: str) -> list[str]:
 def test_every_row_names_a_test():
     found = rows()
     assert len(found) > 80
-    assert [number for number, cell in found if not QUOTED.search(cell)] == []
+    without = [(number, cell.strip()) for number, cell in found if not QUOTED.search(cell)]
+    assert [number for number, cell in without if not cell.startswith("no: ")] == []
 
 
 def test_each_named_test_and_file_exists():

@@ -7,7 +7,7 @@ found here by its presence, not by the number of the version.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -59,9 +59,29 @@ def calculates_kv_scales(config: CacheConfig) -> bool:
     return bool(getattr(config, "calculate_kv_scales", False))
 
 
+def announces_sleep() -> bool:
+    """Return True if vLLM resets its connector before it unmaps the KV cache, as since 0.33."""
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
 def is_non_causal(spec: KVCacheSpec) -> bool:
     """Return True for layers whose KV depends on later tokens; vLLM has them since 0.27."""
     return bool(getattr(spec, "non_causal", False))
+
+
+def hit_sources(num_tokens: int, num_fetched: int, *, from_disk: bool) -> dict[Any, int]:
+    """Return loaded tokens by vLLM's name of their source; vLLM has asked for it since 0.32.
+
+    Args:
+        num_tokens: tokens that a request loads.
+        num_fetched: those of them that a store had.
+        from_disk: True if all stores are on a file system.
+    """
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    store = CacheHitSource.DISK if from_disk else CacheHitSource.EXTERNAL_UNSPECIFIED
+    counts = {CacheHitSource.HOST: num_tokens - num_fetched, store: num_fetched}
+    return {source: count for source, count in counts.items() if count}
 
 
 CAN_FAIL_REQUESTS: Final = hasattr(KVConnectorBase_V1, "get_transfer_results")

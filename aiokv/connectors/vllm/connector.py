@@ -108,6 +108,17 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._drafts_with_layers = opening.drafts_with_layers(self._vllm_config)
 
+    def unregister_kv_caches(self) -> None:
+        """Check that no load is in flight before vLLM unmaps its KV cache.
+
+        vLLM resets the connector first, which waits for all transfers and forgets all blocks. When
+        it wakes up, the tensors have the same addresses, so nothing has to be registered again.
+
+        Raises:
+            UsageError: a load is in flight.
+        """
+        self._half_of_worker.check_idle()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Note the loads of this step."""
         self._half_of_worker.begin(
@@ -185,6 +196,19 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Begin the load of a request into its new blocks."""
         self._half_of_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Return the loaded tokens of a request by source, for vLLM's metrics."""
+        fetched = 0
+        if self._options.stores:
+            fetched = self._half_of_scheduler.fetched_tokens(request)
+        return compat.hit_sources(
+            num_external_tokens,
+            min(fetched, num_external_tokens),
+            from_disk=all(url.startswith(("disk:", "directory:")) for url in self._options.stores),
+        )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers."""
@@ -283,9 +307,8 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
     """
     parallel = vllm_config.parallel_config
     for name, hint in (
-        ("pipeline_parallel_size", "use tensor parallelism"),
-        ("decode_context_parallel_size", "use tensor parallelism only"),
-        ("prefill_context_parallel_size", "use tensor parallelism only"),
+        ("decode_context_parallel_size", "use tensor, pipeline or data parallelism"),
+        ("prefill_context_parallel_size", "use tensor, pipeline or data parallelism"),
         ("nnodes", "use ranks of one node; the connector's socket is local"),
     ):
         if getattr(parallel, name, 1) > 1:
@@ -298,11 +321,11 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "scheduler for all ranks",
             hint="drop --distributed-executor-backend",
         )
-    if vllm_config.model_config.enable_sleep_mode:
+    if vllm_config.model_config.enable_sleep_mode and not compat.announces_sleep():
         raise ConfigError(
-            "enable_sleep_mode is set; vLLM unmaps the KV cache without notice to its connector, "
-            "which may be copying blocks",
-            hint="drop --enable-sleep-mode, or kv_transfer_config",
+            "enable_sleep_mode is set; this version of vLLM unmaps the KV cache without notice to "
+            "its connector, which may be copying blocks",
+            hint="install vLLM 0.33, or drop --enable-sleep-mode or kv_transfer_config",
         )
     if options.stores and compat.calculates_kv_scales(vllm_config.cache_config):
         raise ConfigError(
@@ -310,7 +333,19 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "scales, which stored blocks do not have",
             hint="drop --calculate-kv-scales, or stores",
         )
-    KVGroups.of(kv_cache_config)
+    groups = KVGroups.of(kv_cache_config)
+    if groups.sides and parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"the model has {len(groups.layers)} KV cache groups, and pipeline_parallel_size is "
+            f"{parallel.pipeline_parallel_size}; AiokvConnector does not serve both together",
+            hint="use tensor parallelism only",
+        )
+    if options.load == "layerwise" and parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f'load is "layerwise" and pipeline_parallel_size is {parallel.pipeline_parallel_size}: '
+            "a load could overwrite blocks that a step in the pipeline still uses",
+            hint='set "load": "async"',
+        )
     if options.load == "layerwise" and vllm_config.scheduler_config.async_scheduling:
         if not opening.is_in_process(vllm_config, options):
             raise ConfigError(

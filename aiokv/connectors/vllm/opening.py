@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.base.memory import available_bytes
+from aiokv.base.units import format_bytes
 from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.connectors.vllm import tensors_here
 from aiokv.connectors.vllm.cache import HostCache
@@ -57,11 +60,11 @@ def open_cache(
             config,
             tensors.layers.regions,
             tensors.layers.device,
-            stores=stores_of(options, 0, num_ranks),
+            stores=stores_of(vllm_config, options, 0),
         )
         engine.open()
     else:
-        path = options.socket_path(engine_id)
+        path = socket_path(vllm_config, options)
         ranks = RankGroup(num_ranks, path=path, has_stores=bool(options.stores))
         engine = SyncEngine(config, ranks=ranks)
         engine.open()
@@ -85,6 +88,12 @@ def cache_config(
     """
     groups = KVGroups.of(kv_cache_config)
     num_ranks = vllm_config.parallel_config.world_size
+    if options.host_bytes > (available := available_bytes()):
+        raise ConfigError(
+            f"host memory is {format_bytes(options.host_bytes)}; this machine, or the control "
+            f"group of this process, has {format_bytes(available)} available",
+            hint="set host_gib or cpu_bytes_to_use to less, and leave some memory for vLLM",
+        )
     with_stores = bool(options.stores)
     block_bytes = sum(
         pitch_bytes(one_block, with_stores=with_stores) * share
@@ -184,18 +193,17 @@ def worker_half(
     groups = KVGroups.of(kv_cache_config)
     layers = LayerTensors(kv_caches, pages, kv_cache_config.num_blocks, groups)
     engine_id = engine_id_of(vllm_config)
-    num_ranks = vllm_config.parallel_config.world_size
     rank = vllm_config.parallel_config.rank
     source: Source
     if is_in_process(vllm_config, options):
         source = EngineSource(tensors_here.offer(engine_id, layers))
     else:
         thread = RankThread(
-            options.socket_path(engine_id),
+            socket_path(vllm_config, options),
             rank,
             layers.regions,
             layers.device,
-            stores=stores_of(options, rank, num_ranks),
+            stores=stores_of(vllm_config, options, rank),
         )
         thread.start()
         source = RankSource(thread, layers.device)
@@ -203,7 +211,7 @@ def worker_half(
         layers,
         source,
         options.transfer_timeout_seconds,
-        is_async=vllm_config.scheduler_config.async_scheduling,
+        is_async=schedules_ahead(vllm_config),
         has_sides=bool(groups.sides),
     )
 
@@ -218,25 +226,73 @@ def is_in_process(vllm_config: VllmConfig, options: Options) -> bool:
     )
 
 
+def schedules_ahead(vllm_config: VllmConfig) -> bool:
+    """Return True if vLLM schedules a step before the output of the step before is known."""
+    return bool(
+        vllm_config.scheduler_config.async_scheduling
+        or vllm_config.parallel_config.pipeline_parallel_size > 1
+    )
+
+
 def drafts_with_layers(vllm_config: VllmConfig) -> bool:
     """Return True if drafts come from a model whose layers are in the KV cache."""
     drafts = vllm_config.speculative_config
     return drafts is not None and drafts.method not in ("ngram", "ngram_gpu", "suffix")
 
 
-def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
+def stores_of(vllm_config: VllmConfig, options: Options, rank: int) -> list[str]:
     """Return the URLs of the stores of one rank.
 
     Raises:
-        ConfigError: several ranks would have the same folder.
+        ConfigError: several ranks, or several engines of data parallelism, would have the same
+            folder.
     """
+    num_ranks = vllm_config.parallel_config.world_size
     for url in options.stores:
-        if num_ranks > 1 and url.startswith("disk:") and "{rank}" not in url:
-            raise ConfigError(
-                f"stores has {url!r} for {num_ranks} ranks, which need folders of their own",
-                hint='write {rank} for the number of the rank: "disk:/var/cache/aiokv/{rank}"',
-            )
-    return [url.replace("{rank}", str(rank)) for url in options.stores]
+        if url.startswith("disk:"):
+            if num_ranks > 1 and "{rank}" not in url:
+                raise ConfigError(
+                    f"stores has {url!r} for {num_ranks} ranks, which need folders of their own",
+                    hint='write {rank} for the number of the rank: "disk:/var/cache/aiokv/{rank}"',
+                )
+            _check_data_parallel(vllm_config, "stores", url)
+    return [
+        url.replace("{rank}", str(rank)).replace("{dp}", _data_parallel_rank(vllm_config))
+        for url in options.stores
+    ]
+
+
+def socket_path(vllm_config: VllmConfig, options: Options) -> str:
+    """Return the path of the socket of this engine; the same for its scheduler and workers.
+
+    Raises:
+        ConfigError: engines of data parallelism would have the same path, or the directory of the
+            default path is not private.
+    """
+    if options.socket is None:
+        return options.default_socket_path(engine_id_of(vllm_config))
+    _check_data_parallel(vllm_config, "socket", options.socket)
+    return options.socket.replace("{dp}", _data_parallel_rank(vllm_config))
+
+
+def _check_data_parallel(vllm_config: VllmConfig, key: str, value: str) -> None:
+    parallel = vllm_config.parallel_config
+    # An engine of a dense model has a data parallel size of 1; its id has the suffix.
+    is_one_of_several = (
+        parallel.data_parallel_size > 1
+        or parallel.data_parallel_index > 0
+        or re.search(r"_dp\d+$", engine_id_of(vllm_config))
+    )
+    if is_one_of_several and "{dp}" not in value:
+        raise ConfigError(
+            f"{key} has {value!r} for several engines of data parallelism, which need paths of "
+            "their own",
+            hint='write {dp} for the number of the engine: "disk:/var/cache/aiokv/{dp}-{rank}"',
+        )
+
+
+def _data_parallel_rank(vllm_config: VllmConfig) -> str:
+    return str(vllm_config.parallel_config.data_parallel_index)
 
 
 def block_bytes_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

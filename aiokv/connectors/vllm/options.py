@@ -15,6 +15,7 @@ from aiokv.base import checks
 from aiokv.config.cache_config import DEFAULT_EVICTION_POLICY
 from aiokv.config.save_policy import SaveMoment, SavePolicy
 from aiokv.errors import ConfigError
+from aiokv.stores.options import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,8 +33,9 @@ class Options:
     """Settings of the connector.
 
     Attributes:
-        host_gib: host memory of all ranks together, in GiB. Set this or ``cpu_bytes_to_use``.
-        cpu_bytes_to_use: the same in bytes, under the name of vLLM's own offloading.
+        host_gib: host memory of all ranks together, in GiB, or with a unit, such as ``"64GiB"``.
+            Set this or ``cpu_bytes_to_use``.
+        cpu_bytes_to_use: the same in bytes or with a unit, under the name of vLLM's own offloading.
         load: ``"async"``: a request waits for its blocks while other requests compute.
             ``"layerwise"``: the first step of a request waits for its blocks layer by layer, unless
             other loads are queued before its own; several ranks or ``verify`` require
@@ -47,7 +49,8 @@ class Options:
         min_load_tokens: shorter hits in host memory are computed again.
         verify: ``"checksum"`` verifies each loaded block; with one GPU only.
         stores: URLs of stores below host memory, such as ``"disk:/var/cache/aiokv?bytes=200GiB"``;
-            ``{rank}`` stands for the number of the rank; each rank's disk store needs a folder.
+            ``{rank}`` stands for the number of the rank, ``{dp}`` for that of the engine of data
+            parallelism; each disk store needs a folder of its own.
         store_policy: as ``CacheConfig.store_policy``.
         store_admission: as ``CacheConfig.store_admission``.
         store_wait_seconds: the longest that a request waits for blocks of the stores; 0 never asks
@@ -60,8 +63,9 @@ class Options:
             before an update of the weights; False to forget them with ``reset_connector`` only.
         in_process: False to connect to the worker through a socket even if it is in the process of
             the scheduler.
-        socket: path of the Unix socket between scheduler and workers; None for a path in the
-            directory of temporary files, from ``engine_id`` of vLLM's configuration.
+        socket: path of the Unix socket between scheduler and workers, with ``{dp}`` as in
+            ``stores``; None for a path in the directory of temporary files, from ``engine_id`` of
+            vLLM's configuration.
         transfer_timeout_seconds: the longest that a step waits for a transfer.
     """
 
@@ -104,6 +108,15 @@ class Options:
         values = dict(extra_config)
         if "stores" in values:
             values["stores"] = _urls(values["stores"])
+        if isinstance(size := values.get("host_gib"), str):
+            if size.strip().replace(".", "", 1).isdecimal():
+                raise ConfigError(
+                    f"host_gib is {size!r}, a text without a unit",
+                    hint=f'write {size.strip()} for GiB, or "{size.strip()}GiB"',
+                )
+            values["host_gib"] = _bytes("host_gib", size) / GIB
+        if isinstance(size := values.get("cpu_bytes_to_use"), str):
+            values["cpu_bytes_to_use"] = _bytes("cpu_bytes_to_use", size)
         options = cls(**values)
         options.check()
         return options
@@ -143,14 +156,13 @@ class Options:
             return self.cpu_bytes_to_use
         return int((self.host_gib or 0.0) * GIB)
 
-    def socket_path(self, engine_id: str) -> str:
-        """Return the path of the socket of one engine; the same for its scheduler and workers.
+    @staticmethod
+    def default_socket_path(engine_id: str) -> str:
+        """Return the path of the socket of one engine.
 
         Raises:
             ConfigError: the directory belongs to another user, or other users can access it.
         """
-        if self.socket is not None:
-            return self.socket
         name = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         folder = Path(tempfile.gettempdir()) / f"aiokv-vllm-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -165,6 +177,13 @@ class Options:
                 hint='set "socket" to a path in a directory of mode 0700 of this user',
             )
         return str(folder / f"{name}.sock")
+
+
+def _bytes(name: str, value: str) -> int:
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name} is {value!r}; it must be a size", hint=error.hint) from None
 
 
 def _urls(value: object) -> tuple[str, ...]:

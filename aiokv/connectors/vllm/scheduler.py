@@ -608,6 +608,16 @@ class SchedulerHalf:
 
     # --- statistics -------------------------------------------------------------------------------
 
+    def fetched_tokens(self, request: Request) -> int:
+        """Return how many cached tokens of a request came from stores."""
+        cached = self._requests.get(request.request_id)
+        if cached is None or cached.lease is None:
+            return 0
+        calls = self._cache.calls()
+        usage = calls.usage(cached.lease)
+        self._cache.run(calls)
+        return 0 if usage.error is not None else usage.value.fetched_tokens
+
     @property
     def num_requests(self) -> int:
         """Number of requests that are followed."""

@@ -19,7 +19,7 @@ import torch
 
 from aiokv.base.logs import Log
 from aiokv.connectors.vllm import compat
-from aiokv.errors import ClosedError, TransferError
+from aiokv.errors import ClosedError, TransferError, UsageError
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
@@ -229,6 +229,20 @@ class WorkerHalf:
         self._counts["loaded_blocks"] += len(load.block_ids) - len(failed)
         self._counts["failed_blocks"] += len(failed)
         return failed
+
+    def check_idle(self) -> None:
+        """Raise if bytes of a load may still move.
+
+        Raises:
+            UsageError: with the requests of the loads.
+        """
+        loads = [*self._loading.values(), *self._in_step]
+        moving = [load.request_id for load, moves in loads if moves and not moves.is_done]
+        if moving:
+            raise UsageError(
+                f"loads of the requests {moving} are in flight; the KV cache cannot be unmapped",
+                hint="reset the connector first: /reset_prefix_cache?reset_external=true",
+            )
 
     def take_failed(self) -> set[int]:
         """Return the blocks whose loads have failed since the last call."""

@@ -53,4 +53,9 @@ inline void prefetch_line(const char* /*from*/) {}
 
 #endif
 
+// memcpy whose stores bypass the caches when `streaming`; needs a streaming_fence() before the
+// bytes are announced to another thread.
+void copy_bytes(void* to, const void* from, std::size_t bytes, bool streaming);
+void streaming_fence();
+
 }  // namespace aiokv

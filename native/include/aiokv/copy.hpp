@@ -96,9 +96,4 @@ std::shared_ptr<CopyJob> copy_blocks(Stream& stream, std::shared_ptr<const Block
 // Returns the error of one recording of an event that a copy waited for; empty for success.
 std::string failure_of(const Event& event, std::uint64_t generation);
 
-// memcpy whose stores bypass the caches when `streaming`; needs a streaming_fence() before the
-// bytes are announced to another thread.
-void copy_bytes(void* to, const void* from, std::size_t bytes, bool streaming);
-void streaming_fence();
-
 }  // namespace aiokv

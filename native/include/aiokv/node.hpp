@@ -44,6 +44,7 @@ struct Node {
     std::uint32_t pins : 3 = 0;    // transfers that read or write one of its copies; at most two
 
     bool has(std::uint16_t mask) const { return (flags & mask) != 0; }
+    bool is_new() const { return flags == 0 && uses == 0; }
     void set(std::uint16_t mask) { flags = (flags | mask) & 0x3fff; }
     void clear(std::uint16_t mask) { flags &= ~std::uint32_t{mask}; }
     void count_use() {
@@ -60,6 +61,7 @@ enum RunFlag : std::uint8_t {
     kQueued = 1 << 0,      // in the eviction queue of its fastest tier
     kParked = 1 << 1,      // blocked: left that queue, and will return to its front
     kMayBeAhead = 1 << 2,  // some of its blocks may have kAhead
+    kOnDevice = 1 << 3,    // all of its blocks have kDeviceValid; without it, some may have it
 };
 
 // Blocks with consecutive ids, each the only child of the one before it. The same leases hold all

@@ -11,6 +11,7 @@
 // children of a fork are hashed.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -176,6 +177,22 @@ class PrefixTree {
             path = path.first(path.size() - length);
         }
     }
+    // Returns how many blocks of a path have one of these flags. kDeviceValid must be among them.
+    std::uint32_t count_on_device(std::span<const NodeId> path, std::uint16_t flags) const {
+        std::uint32_t count = 0;
+        while (!path.empty()) {
+            const Run& run = this->run(path.front());
+            const std::size_t blocks = run.last() - path.front() + 1;
+            const auto part = path.first(std::min(blocks, path.size()));
+            if (run.has(kOnDevice)) {
+                count += static_cast<std::uint32_t>(part.size());
+            } else {
+                for (const NodeId node : part) count += nodes_[node].has(flags);
+            }
+            path = path.subspan(part.size());
+        }
+        return count;
+    }
     // Sets the class of the blocks of a path. None of them may be queued.
     void classify(std::span<const NodeId> path, ReuseClass reuse_class) {
         if (path.empty() || has_class(path, reuse_class)) return;
@@ -291,11 +308,11 @@ class PrefixTree {
     void label(RunId id);
     bool has_class(std::span<const NodeId> path, ReuseClass reuse_class) const;
 
-    std::uint32_t new_fork(NodeId first, NodeId second);
+    std::uint32_t new_fork(NodeId only_child);
     void free_fork(std::uint32_t child);
     std::uint32_t tag(const std::int32_t* tokens, ItemKey items) const;
     std::uint32_t tag(NodeId node) const { return tag(tokens(node), items(node)); }
-    void link(NodeId node);
+    void link(NodeId node, const std::int32_t* tokens);
     bool equal(NodeId node, const std::int32_t* tokens, ItemKey items) const {
         return equal_tokens(node, tokens) && this->items(node) == items;
     }

@@ -52,9 +52,10 @@ class Residency {
 
     // -- the blocks of a lease
     // The lease has computed the blocks of its path from `first` on, and gets refs on them. Calls
-    // taken(node) for each of them that had no device copy and has taken the lease's.
+    // taken(id, node) for each of them that had no device copy and has taken the lease's, which is
+    // a use of the block. Returns their number.
     template <class Taken>
-    void publish(const Lease& lease, std::size_t first, Taken taken);
+    std::uint32_t publish(const Lease& lease, std::size_t first, Taken taken);
     // Call when the lease uses the block of this node, which it has computed.
     void note_use(const Lease& lease, std::uint32_t block, NodeId node) {
         evictable_.classify(lease, block, {&node, 1});
@@ -151,14 +152,15 @@ class Residency {
     void check(Report& report) const;
 
   private:
-    // The only functions that change kDeviceValid and kHostValid of indexed blocks, because
-    // subscribers are told of each change.
+    // Only these functions, and publish(), change kDeviceValid and kHostValid of indexed blocks,
+    // because subscribers are told of each change.
     void gain(NodeId node, NodeFlag copy) {
         tree_[node].set(copy);
         events_.changed(node);
     }
     void lose(NodeId node, NodeFlag copy) {
         tree_[node].clear(copy);
+        if (copy == kDeviceValid) tree_.run(node).clear(kOnDevice);
         events_.changed(node);
     }
 
@@ -235,23 +237,37 @@ class Residency {
 };
 
 template <class Taken>
-void Residency::publish(const Lease& lease, std::size_t first, Taken taken) {
+std::uint32_t Residency::publish(const Lease& lease, std::size_t first, Taken taken) {
     const auto nodes = std::span(lease.path).subspan(first);
     const BlockId* table = lease.table.data() + first;
+    std::uint32_t count = 0;
     tree_.for_each_run(nodes, [&](RunId id, std::span<const NodeId> part) {
         if (tree_.runs()[id].refs++ == 0) evictable_.dequeue(id);
         if (!tree_[part.front()].has(kDeviceResident)) tree_.count_device_child(part.front(), +1);
+        bool all_valid = true;
         for (std::size_t i = 0; i < part.size(); ++i, ++table) {
             Node& n = tree_[part[i]];
+            all_valid = all_valid && !n.has(kDeviceLoading);
             if (n.has(kDeviceResident)) continue;
+            ++count;
             n.device = *table;
-            ++device_nodes_;
-            gain(part[i], kDeviceValid);
+            if (n.is_new()) {  // the common case, with one write
+                n.flags = kDeviceValid;
+                n.uses = 1;
+            } else {
+                n.set(kDeviceValid);
+                n.count_use();
+                n.clear(kBackupFailed);  // a used block is tried again
+            }
+            events_.changed(part[i]);
             if (n.has(kHostValid)) list_host_copy(part[i]);
-            taken(part[i]);
+            taken(part[i], n);
         }
+        if (all_valid) tree_.runs()[id].set(kOnDevice);
     });
+    device_nodes_ += count;
     evictable_.classify(lease, first, nodes);
+    return count;
 }
 
 }  // namespace aiokv

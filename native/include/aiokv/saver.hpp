@@ -43,7 +43,11 @@ class Saver {
         Node& n = tree_[node];
         n.count_use();
         n.clear(kBackupFailed);  // a used block is tried again
-        if (config_.copies_after(n.uses)) queue(node);
+        note_uses(node, n.uses);
+    }
+    // Call when the number of uses of a block has changed.
+    void note_uses(NodeId node, std::uint32_t uses) {
+        if (config_.copies_after(uses)) queue(node);
     }
 
     // Begins one transfer of queued blocks, oldest first, at most kMostBackups. Returns 0 if there

@@ -4,6 +4,8 @@
 #include <numeric>
 #include <utility>
 
+#include "aiokv/cache_lines.hpp"
+
 namespace aiokv {
 
 namespace {

@@ -1,7 +1,6 @@
 #include <cstring>
 
 #include "aiokv/cache_lines.hpp"
-#include "aiokv/copy.hpp"
 
 namespace aiokv {
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <string>
 
 #include "aiokv/error.hpp"
@@ -52,8 +53,13 @@ void BlockPool::take_lowest(std::span<BlockId> out) {
             first_summary_ * 64 + static_cast<std::size_t>(std::countr_zero(group));
         std::uint64_t& word = words_[index];
         while (word != 0 && taken < out.size()) {
-            out[taken++] = static_cast<BlockId>(index * 64 + std::countr_zero(word));
-            word &= word - 1;
+            const auto bit = static_cast<std::uint32_t>(std::countr_zero(word));
+            const auto ones = static_cast<std::uint32_t>(std::countr_one(word >> bit));
+            const auto run = std::min(ones, static_cast<std::uint32_t>(out.size() - taken));
+            const auto ids = out.subspan(taken, run);
+            std::iota(ids.begin(), ids.end(), static_cast<BlockId>(index * 64 + bit));
+            word &= ~(mask_of(run) << bit);
+            taken += run;
         }
         if (word == 0) group &= group - 1;
     }

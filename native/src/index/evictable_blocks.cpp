@@ -60,17 +60,20 @@ void EvictableBlocks::push(RunId id) {
 }
 
 void EvictableBlocks::enqueue(RunId id) {
-    constexpr int kLoading = 2;
+    if (tree_.runs()[id].has(kOnDevice)) return push(id);
+    constexpr std::uint32_t kLoading = kDeviceLoading;
+    constexpr std::uint32_t kValid = kDeviceValid;
     const auto kind_of = [this](NodeId node) {
         const Node& n = tree_[node];
-        return n.has(kDeviceLoading) ? kLoading : int{n.has(kDeviceValid)};
+        return n.has(kDeviceLoading) ? kLoading : n.flags & kValid;
     };
     const NodeId first = tree_.runs()[id].first;
     for (NodeId end = tree_.runs()[id].last() + 1; end > first;) {
         NodeId from = end - 1;
-        const int kind = kind_of(from);
+        const std::uint32_t kind = kind_of(from);
         while (from > first && kind_of(from - 1) == kind) --from;
         const RunId part = tree_.split_before(from);
+        if (kind == kValid) tree_.runs()[part].set(kOnDevice);
         if (kind != kLoading) push(part);
         end = from;
     }

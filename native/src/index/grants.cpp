@@ -90,8 +90,7 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
 bool Grants::fit_writable(Lease& lease, std::uint32_t total_blocks) {
     if (lease.is(LeaseState::kSwapped)) return true;
     const PrefixTree& tree = index_.tree();
-    std::size_t resident = 0;
-    for (const NodeId node : lease.path) resident += tree[node].has(kDeviceResident);
+    const std::size_t resident = tree.count_on_device(lease.path, kDeviceResident);
     const std::size_t blocks = matching_.writable_path(lease, resident, device_.writable_blocks());
     if (blocks == lease.path.size()) return true;
     residency_.unref(std::span(lease.path).subspan(blocks));
@@ -182,9 +181,7 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Res
     if (total == 0) return false;
     if (config_.external_device) return true;
     const PrefixTree& tree = index_.tree();
-    const auto is_resident = [&tree](NodeId node) { return tree[node].has(kDeviceResident); };
-    const std::uint32_t needed = total - static_cast<std::uint32_t>(std::count_if(
-                                             lease.path.begin(), lease.path.end(), is_resident));
+    const std::uint32_t needed = total - tree.count_on_device(lease.path, kDeviceResident);
     bool frees_host = false;
     std::vector<NodeId> unheld;
     if (!swaps_.could_make_auxiliary_room(lease, total, frees_host, unheld)) return false;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "aiokv/cache_lines.hpp"
 #include "aiokv/error.hpp"
 #include "aiokv/tick_clock.hpp"
 #include "report.hpp"
@@ -36,6 +37,22 @@ constexpr std::array<unsigned, kLeaseStates> kNext = {
 // Number of released leases whose memory for prompt and table is kept for reuse.
 constexpr std::size_t kSpareLeases = 1024;
 constexpr std::size_t kSmallBytes = 256;
+
+// Copies a prompt, which is in no cache as a rule: a part is fetched while the one before it is
+// copied.
+void copy_prompt(std::span<const std::int32_t> prompt, std::vector<std::int32_t>& to) {
+    constexpr std::size_t kPart = 512;
+    constexpr std::size_t kLine = kLineBytes / sizeof(std::int32_t);
+    to.clear();
+    to.reserve(prompt.size());
+    for (std::size_t at = 0; at < prompt.size(); at += kPart) {
+        const std::size_t end = std::min(at + kPart, prompt.size());
+        for (std::size_t i = end; i < std::min(end + kPart, prompt.size()); i += kLine) {
+            prefetch_line(reinterpret_cast<const char*>(&prompt[i]));
+        }
+        to.insert(to.end(), &prompt[at], prompt.data() + end);
+    }
+}
 
 template <class T>
 void free_memory(std::vector<T>& values) {
@@ -120,7 +137,7 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
         free_.pop_back();
     }
     Lease& lease = leases_[index];
-    lease.tokens.assign(tokens.begin(), tokens.end());
+    copy_prompt(tokens, lease.tokens);
     lease.context = context;
     lease.index = index;
     lease.flags = flags;

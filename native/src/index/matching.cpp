@@ -34,8 +34,7 @@ void Matching::walk(Lease& lease) const {
     lease.known_blocks = static_cast<std::uint32_t>(tree.find_path(
         index_.root_of(lease), lease.tokens.data(), lease.item_keys, limit, lease.path));
     lease.path.resize(reachable(lease, lease.path.size()));
-    lease.device_hit = 0;
-    for (const NodeId node : lease.path) lease.device_hit += tree[node].has(kDeviceValid);
+    lease.device_hit = tree.count_on_device(lease.path, kDeviceValid);
     lease.host_hit = static_cast<std::uint32_t>(lease.path.size()) - lease.device_hit;
     lease.version = index_.version();
 }

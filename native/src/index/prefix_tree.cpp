@@ -5,10 +5,20 @@
 #include <numeric>
 #include <utility>
 
+#include "aiokv/cache_lines.hpp"
 #include "aiokv/error.hpp"
 #include "report.hpp"
 
 namespace aiokv {
+
+namespace {
+
+void append_nodes(NodeId first, std::size_t count, std::vector<NodeId>& path) {
+    path.resize(path.size() + count);
+    std::iota(path.end() - static_cast<std::ptrdiff_t>(count), path.end(), first);
+}
+
+}  // namespace
 
 void ChildSet::place(Slot slot) {
     std::size_t i = slot.tag & mask();
@@ -95,12 +105,23 @@ std::size_t PrefixTree::fork_bytes() const {
     return forks_.size() * sizeof(ChildSet) + free_forks_.capacity() * 4 + child_bytes_;
 }
 
+// Hashes two tokens at a time, into two sums that do not wait for one another.
 std::uint32_t PrefixTree::tag(const std::int32_t* tokens, ItemKey items) const {
-    std::uint64_t hash = 0x9e3779b97f4a7c15 ^ items;
-    for (std::size_t i = 0; i < stride_; ++i) {
-        hash = (hash ^ static_cast<std::uint32_t>(tokens[i])) * 0xff51afd7ed558ccd;
-        hash ^= hash >> 29;
+    std::uint64_t even = 0x9e3779b97f4a7c15 ^ items;
+    std::uint64_t odd = 0xc2b2ae3d27d4eb4f;
+    const auto mix = [](std::uint64_t& sum, const std::int32_t* from, std::size_t count) {
+        std::uint64_t word = 0;
+        std::memcpy(&word, from, count * sizeof(std::int32_t));
+        sum = (sum ^ word) * 0xff51afd7ed558ccd;
+        sum ^= sum >> 29;
+    };
+    std::size_t i = 0;
+    for (; i + 4 <= stride_; i += 4) {
+        mix(even, tokens + i, 2);
+        mix(odd, tokens + i + 2, 2);
     }
+    for (; i < stride_; ++i) mix(even, tokens + i, 1);
+    const std::uint64_t hash = (even ^ (odd >> 32 | odd << 32)) * 0x9e3779b97f4a7c15;
     return static_cast<std::uint32_t>(hash ^ (hash >> 32));
 }
 
@@ -188,6 +209,7 @@ void PrefixTree::join(RunId above, RunId below, RunId keep) {
     run.parent = upper.parent;
     run.child = lower.child;
     run.set(upper.flags | lower.flags);
+    if (!upper.has(kOnDevice) || !lower.has(kOnDevice)) run.clear(kOnDevice);
 }
 
 bool PrefixTree::has_class(std::span<const NodeId> path, ReuseClass reuse_class) const {
@@ -244,8 +266,7 @@ std::size_t PrefixTree::equal_blocks(NodeId first, const std::int32_t* tokens,
 std::size_t PrefixTree::find_path(NodeId above, const std::int32_t* tokens,
                                   std::span<const ItemKey> items, std::size_t limit,
                                   std::vector<NodeId>& path) const {
-    const std::size_t start = path.size();
-    path.resize(start + limit);
+    path.reserve(path.size() + limit);
     std::size_t known = 0;
     while (known < limit) {
         const NodeId last = run(above).last();
@@ -253,33 +274,31 @@ std::size_t PrefixTree::find_path(NodeId above, const std::int32_t* tokens,
         if (above == last) {
             above = find_child(above, next, key_of(items, known));
             if (above == kNone) break;
-            path[start + known++] = above;
+            path.push_back(above);
+            ++known;
             continue;
         }
         const std::size_t most = std::min<std::size_t>(last - above, limit - known);
         const std::size_t equal = equal_blocks(above + 1, next, keys_from(items, known), most);
-        const auto place = path.begin() + static_cast<std::ptrdiff_t>(start + known);
-        std::iota(place, place + static_cast<std::ptrdiff_t>(equal), above + 1);
+        append_nodes(above + 1, equal, path);
         above += static_cast<NodeId>(equal);
         known += equal;
         if (equal < most) break;
     }
-    path.resize(start + known);
     return known;
 }
 
-// Adds a node to the children of the parent that its run names.
-void PrefixTree::link(NodeId node) {
+// Adds a node, which holds `tokens`, to the children of the parent that its run names.
+void PrefixTree::link(NodeId node, const std::int32_t* tokens) {
     const NodeId parent = run(node).parent;
     split_after(parent);
     std::uint32_t& child = run(parent).child;
     if (child == kNone) {
         child = node;
-    } else if ((child & kFork) != 0) {
-        child_bytes_ += forks_[child & ~kFork].insert(tag(node), node);
-    } else {
-        child = new_fork(child, node);
+        return;
     }
+    if (!is_fork(child)) child = new_fork(child);
+    child_bytes_ += forks_[child & ~kFork].insert(tag(tokens, items(node)), node);
 }
 
 void PrefixTree::add_chain(NodeId parent, const std::int32_t* tokens,
@@ -288,20 +307,22 @@ void PrefixTree::add_chain(NodeId parent, const std::int32_t* tokens,
     for (std::size_t added = 0; added < count;) {
         const BlockPool::Extent extent = take_slots(count - added);
         const auto first = static_cast<NodeId>(extent.first);
-        std::memcpy(&tokens_[std::size_t{first} * stride_], tokens + added * stride_,
-                    extent.count * stride_ * sizeof(std::int32_t));
+        const std::int32_t* source = tokens + added * stride_;
+        // The next match of these blocks is far away, so their tokens bypass the caches.
+        copy_bytes(&tokens_[std::size_t{first} * stride_], source,
+                   extent.count * stride_ * sizeof(std::int32_t), true);
         for (std::size_t i = 0; i < extent.count && added + i < items.size(); ++i) {
             if (items[added + i] == kNoItems) continue;
             nodes_[first + i].set(kHasItems);
             item_keys_.attach(static_cast<NodeId>(first + i), items[added + i]);
         }
         label(open_run(first, extent.count, parent));
-        link(first);
-        path.resize(path.size() + extent.count);
-        std::iota(path.end() - extent.count, path.end(), first);
+        link(first, source);
+        append_nodes(first, extent.count, path);
         parent = first + extent.count - 1;
         added += extent.count;
     }
+    streaming_fence();
 }
 
 void PrefixTree::find_or_add_path(NodeId above, const std::int32_t* tokens,
@@ -321,7 +342,7 @@ PrefixTree::Found PrefixTree::find_or_add_child(NodeId parent, const std::int32_
     return {added.front(), true};
 }
 
-std::uint32_t PrefixTree::new_fork(NodeId first, NodeId second) {
+std::uint32_t PrefixTree::new_fork(NodeId only_child) {
     std::uint32_t index = static_cast<std::uint32_t>(forks_.size());
     if (free_forks_.empty()) {
         child_bytes_ += forks_.emplace_back().bytes();
@@ -330,10 +351,8 @@ std::uint32_t PrefixTree::new_fork(NodeId first, NodeId second) {
         free_forks_.pop_back();
     }
     ChildSet& fork = forks_[index];
-    for (const NodeId node : {first, second}) {
-        child_bytes_ += fork.insert(tag(node), node);
-        fork.device_children += nodes_[node].has(kDeviceResident);
-    }
+    child_bytes_ += fork.insert(tag(only_child), only_child);
+    fork.device_children = nodes_[only_child].has(kDeviceResident);
     return index | kFork;
 }
 

@@ -131,11 +131,8 @@ std::uint32_t Publication::publish(Lease& lease) {
     }
     // The first proven copy is kept: if a block is indexed already, the lease's copy stays private,
     // unless the index has no copy on the device.
-    std::uint32_t published = 0;
-    residency_.publish(lease, old, [&](NodeId node) {
-        saver_.count_use(node);
-        ++published;
-    });
+    const std::uint32_t published = residency_.publish(
+        lease, old, [this](NodeId id, const Node& node) { saver_.note_uses(id, node.uses); });
     if (!lease.recurrent.snapshots.empty()) state_.attach_snapshots(lease);
     if (!lease.windows.empty()) windows_.publish(lease, first);
     announce(lease);

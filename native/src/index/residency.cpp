@@ -157,8 +157,7 @@ void Residency::forget_tail(RunId id, std::uint32_t count) {
     const Run run = tree_.runs()[id];
     for (std::uint32_t i = 0; i < count; ++i) {
         Node& n = tree_[run.last() - i];
-        n.clear(kBackupQueued);
-        n.set(kDetached);
+        n.flags = (n.flags & ~std::uint32_t{kBackupQueued}) | kDetached;
         events_.changed(run.last() - i);
     }
     uncounted_.dropped += count;

@@ -30,6 +30,8 @@ void Residency::check(Report& report) const {
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         if (n.device != kNoBlock) report.device.own(n.device, "a node");
         if (n.host != kNoBlock) report.host.own(n.host, "a node");
+        report.require(n.has(kDeviceValid) || !tree_.run(node).has(kOnDevice), "I4: node ", node,
+                       " is not on the device, its run is");
         const std::uint32_t refs = tree_.refs(node);
         report.require(refs == report.refs[node], "I5: node ", node, " counts ", refs, " refs of ",
                        report.refs[node]);

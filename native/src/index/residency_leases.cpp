@@ -10,10 +10,10 @@ std::uint32_t Residency::ref(std::span<const NodeId> path) {
     tree_.for_each_run(path, [&](RunId id, std::span<const NodeId> nodes) {
         const bool is_first = tree_.runs()[id].refs++ == 0;
         if (is_first) evictable_.dequeue(id);
+        resident += tree_.count_on_device(nodes, kDeviceResident);
+        if (!is_first || config_.host_blocks == 0) return;
         for (const NodeId node : nodes) {
-            const Node& n = tree_[node];
-            resident += n.has(kDeviceResident);
-            if (is_first && n.has(kHostValid)) host_copies_.move_to_first(n.host);
+            if (tree_[node].has(kHostValid)) host_copies_.move_to_first(tree_[node].host);
         }
     });
     return resident;
@@ -85,6 +85,7 @@ bool Residency::reclaim_detached(Lease& lease) {
             node.device = kNoBlock;
             --device_nodes_;
             node.clear(kDeviceResident);
+            tree_.run(lease.path[i]).clear(kOnDevice);
         }
         unref_run(tree_.isolate(lease.path[i]));
     }

@@ -117,7 +117,11 @@ def spec_of(kind: str, spec: AttentionSpec) -> KVCacheSpec:
 
 
 def kv_cache_config(
-    layout: str, num_blocks: int, spec: AttentionSpec | None = None, sides: Sequence[str] = ()
+    layout: str,
+    num_blocks: int,
+    spec: AttentionSpec | None = None,
+    names: Sequence[str] = LAYER_NAMES,
+    sides: Sequence[str] = (),
 ) -> KVCacheConfig:
     """Return the configuration of vLLM for the tensors of a runner.
 
@@ -125,6 +129,7 @@ def kv_cache_config(
         layout: name of LAYOUTS.
         num_blocks: device blocks.
         spec: description of the layers of the first group; None for that of the layout.
+        names: names of these layers.
         sides: kinds of the other groups, of SIDES.
     """
     if spec is None and layout == "latent":
@@ -135,16 +140,16 @@ def kv_cache_config(
         spec = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.int32
         )
-    groups = [(layer_names(0), spec)]
+    groups = [(list(names), spec)]
     groups += [(layer_names(i), spec_of(kind, spec)) for i, kind in enumerate(sides, 1)]
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
             tensor
-            for names in zip(*(names for names, _ in groups), strict=True)
-            for tensor in tensors_of(names, spec, num_blocks)
+            for sharing in zip(*(layers for layers, _ in groups), strict=True)
+            for tensor in tensors_of(sharing, spec, num_blocks)
         ],
-        kv_cache_groups=[KVCacheGroupSpec(names, one) for names, one in groups],
+        kv_cache_groups=[KVCacheGroupSpec(layers, one) for layers, one in groups],
     )
 
 
@@ -152,6 +157,7 @@ def vllm_config(
     *,
     extra: dict[str, Any] | None,
     num_ranks: int = 1,
+    num_stages: int = 1,
     num_blocks: int = 40,
     max_seqs: int = 8,
     max_tokens_per_step: int = 24,
@@ -168,6 +174,7 @@ def vllm_config(
     Args:
         extra: ``kv_connector_extra_config``; None for no connector.
         num_ranks: ranks of tensor parallelism.
+        num_stages: stages of pipeline parallelism.
         num_blocks: device blocks.
         max_seqs: running requests.
         max_tokens_per_step: tokens per step.
@@ -180,7 +187,7 @@ def vllm_config(
         sides: kinds of the groups besides full attention, of SIDES.
     """
     model = model_config()
-    parallel = ParallelConfig(tensor_parallel_size=num_ranks)
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages)
     drafts = None
     if num_drafts or draft_method == "eagle":
         drafts = SpeculativeConfig(
@@ -228,5 +235,5 @@ def vllm_config(
         drafts.num_speculative_tokens = num_drafts  # 0: the draft model only has KV
     # The platform of a CPU changes these. The runners of the tests serve what a GPU does.
     config.scheduler_config.async_scheduling = async_scheduling
-    parallel.distributed_executor_backend = "uni" if num_ranks == 1 else "mp"
+    parallel.distributed_executor_backend = "uni" if num_ranks * num_stages == 1 else "mp"
     return config

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = [
-        f"test_{name}.py" for name in ("compat", "prefills", "random_serving", "serving", "tensors")
-    ]
+    names = ("compat", "prefills", "random_serving", "registration", "serving", "tensors")
+    collect_ignore_glob = [f"test_{name}.py" for name in names]
 else:
     with warnings.catch_warnings():  # of the libraries that vLLM imports
         warnings.simplefilter("ignore")

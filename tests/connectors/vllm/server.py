@@ -20,11 +20,21 @@ from vllm.v1.structured_output import StructuredOutputManager
 from aiokv.connectors.vllm import AiokvConnector
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.vllm.configs import BLOCK_TOKENS, kv_cache_config
-from tests.connectors.vllm.runner import Launched, Runner
+from tests.connectors.vllm.runner import LAYER_NAMES, Launched, Runner
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
+
+
+def make_stages(runners: list[Runner]) -> None:
+    """Give each runner one layer. All compute the same values in the tensors of the first."""
+    caches = runners[0].caches
+    for stage, runner in enumerate(runners):
+        runner.rank = 0  # in the values
+        runner.caches = caches
+        runner.main_layers = [LAYER_NAMES[stage]]
+        runner.kv_caches = {LAYER_NAMES[stage]: caches[stage].tensor}
 
 
 class Server:
@@ -49,22 +59,30 @@ class Server:
         init_none_hash(sha256)
         num_blocks = config.cache_config.num_gpu_blocks
         self.config = config
-        cache_config = kv_cache_config(layout, num_blocks, sides=sides)
         ranks = range(config.parallel_config.world_size)
         self.runners = [
             Runner(rank, layout, num_blocks, BLOCK_TOKENS, rng, num_drafts, sides) for rank in ranks
         ]
+        if config.parallel_config.pipeline_parallel_size > 1:
+            make_stages(self.runners)
+        cache_configs = [
+            kv_cache_config(layout, num_blocks, names=runner.main_layers, sides=sides)
+            for runner in self.runners
+        ]
+        cache_config = cache_configs[0]  # as vLLM gives its scheduler
         drafts = config.speculative_config
         if drafts is not None and drafts.method == "eagle":
             for runner in self.runners:
                 runner.draft_layers = 1
         self.is_async = config.scheduler_config.async_scheduling
         if config.kv_transfer_config is not None:
-            for runner in self.runners:
+            for rank, runner in enumerate(self.runners):
                 ranked = copy.copy(config)
                 ranked.parallel_config = copy.copy(config.parallel_config)
-                ranked.parallel_config.rank = runner.rank
-                runner.connector = AiokvConnector(ranked, KVConnectorRole.WORKER, cache_config)
+                ranked.parallel_config.rank = rank
+                runner.connector = AiokvConnector(
+                    ranked, KVConnectorRole.WORKER, cache_configs[rank]
+                )
                 runner.connector.register_kv_caches(runner.kv_caches)
         kind = AsyncScheduler if self.is_async else Scheduler
         self.scheduler = kind(

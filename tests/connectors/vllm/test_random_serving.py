@@ -55,6 +55,8 @@ MODES: dict[str, dict[str, Any]] = {
     "sockets": {"in_process": False},
     "two ranks": {"num_ranks": 2},
     "two ranks, async scheduling": {"num_ranks": 2, "async_scheduling": True},
+    "two stages": {"num_stages": 2},
+    "two stages, async scheduling": {"num_stages": 2, "async_scheduling": True},
     "two ranks, layerwise": {"num_ranks": 2, "load": "layerwise"},
     "windows": {"sides": ("window", "window")},
     "windows, async scheduling": {"sides": ("window",), "async_scheduling": True},
@@ -118,8 +120,8 @@ class Walk:
         host_blocks = options.pop("host_blocks", 400)
         extra["follow_resets"] = seed % 2 == 0
         self.sides = options.get("sides", ())
-        block_bytes = 256 * (1 + len(self.sides)) * options.get("num_ranks", 1)
-        extra["cpu_bytes_to_use"] = host_blocks * block_bytes
+        num_ranks = options.get("num_ranks", 1) * options.get("num_stages", 1)
+        extra["cpu_bytes_to_use"] = host_blocks * 256 * (1 + len(self.sides)) * num_ranks
         self.chaos: ChaosDevice | None = None
         if options.pop("flaky", False):
             flaky = FlakyDevice(random.Random(seed), refuse_share=0.05, fail_share=0.2)

@@ -13,6 +13,7 @@ from tests.connectors.vllm.served import (
     Completion,
     ServedModel,
     can_serve,
+    has_nixl,
     prompt,
     write_model,
 )
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(
         not can_serve(), reason="a vLLM that runs on the CPU is not installed: make test-vllm"
     ),
@@ -30,6 +31,7 @@ pytestmark = [
 SEEDS = range(4)
 TOKENS = 400
 FULL_BLOCKS = (TOKENS - 1) // BLOCK_TOKENS  # vLLM computes at least the last position
+ALL_BLOCKS = len(SEEDS) * FULL_BLOCKS
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +86,7 @@ def test_answers_are_exact_after_restarts_kills_and_damage(
         first = answers_of(server)
         assert tokens_of(first) == expected
         assert [answer.cached for answer in first] == [0] * len(SEEDS)
-        saved = len(SEEDS) * FULL_BLOCKS
-        server.wait_until(lambda: server.blocks_moved("save") >= saved, "the saves")
+        server.wait_until(lambda: server.blocks_moved("save") >= ALL_BLOCKS, "the saves")
         server.forget_device_blocks()
         again = answers_of(server)
         assert tokens_of(again) == expected
@@ -97,7 +98,7 @@ def test_answers_are_exact_after_restarts_kills_and_damage(
         for thread in loading:
             thread.start()
         loads = server.blocks_moved("onload")
-        server.wait_until(lambda: server.blocks_moved("onload") > loads + 200, "loads")
+        server.wait_until(lambda: server.blocks_moved("onload") > loads + 100, "loads")
         server.kill()  # as the kernel does when memory is exhausted
         for thread in loading:
             thread.join()
@@ -127,13 +128,48 @@ def test_answers_are_exact_with_layerwise_loads(model: Path, expected: list[list
     ) as server:
         server.wait_ready()
         assert tokens_of(answers_of(server)) == expected
-        saved = len(SEEDS) * FULL_BLOCKS
-        server.wait_until(lambda: server.blocks_moved("offload") >= saved, "the copies")
+        server.wait_until(lambda: server.blocks_moved("offload") >= ALL_BLOCKS, "the copies")
         server.forget_device_blocks()
         again = answers_of(server)
         assert tokens_of(again) == expected
         assert [answer.cached for answer in again] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
         assert not server.found("layers_not_hooked")
+
+
+def test_engines_of_data_parallelism_share_no_path(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    extra = {
+        "host_gib": "128MiB",
+        "stores": [f"disk:{tmp_path}/{{dp}}-{{rank}}?bytes=64MiB"],
+        "follow_resets": False,
+    }
+    for is_filled in (False, True):
+        with ServedModel(model, extra, "--data-parallel-size", "2") as server:
+            server.wait_ready()
+            answers = answers_of(server)
+            assert tokens_of(answers) == expected
+            assert bool(sum(answer.cached for answer in answers)) == is_filled
+            if not is_filled:
+                server.wait_until(lambda: server.blocks_moved("save") >= ALL_BLOCKS, "saves")
+            server.kill()
+    assert {folder.name for folder in tmp_path.iterdir()} == {"0-0", "1-0"}
+
+
+@pytest.mark.skipif(not has_nixl(), reason="nixl is not installed")
+def test_answers_are_exact_beside_the_connector_of_nixl(
+    model: Path, expected: list[list[int]]
+) -> None:
+    nixl = {"kv_connector": "NixlConnector"}
+    with ServedModel(model, {"host_gib": 0.125, "follow_resets": False}, beside=[nixl]) as server:
+        server.wait_ready()
+        assert tokens_of(answers_of(server)) == expected
+        server.wait_until(lambda: server.blocks_moved("offload") >= ALL_BLOCKS, "the copies")
+        server.forget_device_blocks()
+        again = answers_of(server)
+        assert tokens_of(again) == expected
+        assert [answer.cached for answer in again] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
+        assert server.metric("vllm:aiokv_loaded_blocks_total") == ALL_BLOCKS
 
 
 @pytest.mark.parametrize(

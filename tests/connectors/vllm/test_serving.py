@@ -11,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from transformers import PretrainedConfig
 from vllm.config import CacheConfig, CUDAGraphMode
+from vllm.distributed import kv_events
 from vllm.distributed.kv_events import BlockStored
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -26,6 +28,7 @@ from vllm.v1.request import RequestStatus
 from aiokv import CacheEngine, Lease
 from aiokv.connectors.vllm import (
     AiokvConnector,
+    compat,
     connector,
     link,
     opening,
@@ -41,6 +44,7 @@ from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import BrokenEngineError, ConfigError, TransferError
+from aiokv.events import schema
 from aiokv.sync import SyncEngine, SyncLayers
 from aiokv.testing.manual import ManualEvent
 from tests.connectors.vllm.configs import BLOCK_TOKENS, kv_cache_config, vllm_config
@@ -52,6 +56,7 @@ from tests.harness.flaky import FlakyDevice
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
     from aiokv.worker.arena import HostArena
@@ -740,6 +745,19 @@ def test_ranks_over_sockets(make_server: MakeServer, num_ranks: int, tmp_path: P
     assert server.loaded(request) == 40
 
 
+def test_stages_of_a_pipeline_load_their_own_layers(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    extra = {"stores": [f"disk:{tmp_path}/{{rank}}?bytes=64MiB"], "store_wait_seconds": 60.0}
+    server = make_server(extra, num_stages=2)
+    tokens = evicted_prompt(server, 8)
+    assert server.loaded(serve_and_check(server, "b", tokens, 8)) == 40
+    server.drain()
+    server.close()
+    restarted = make_server(extra, num_stages=2)
+    assert restarted.loaded(serve_and_check(restarted, "c", tokens, 8)) == 40
+
+
 def test_server_goes_on_without_a_lost_rank(make_server: MakeServer) -> None:
     server = make_server(num_ranks=2)
     tokens = evicted_prompt(server, 4)
@@ -766,6 +784,37 @@ def test_events_of_host_memory_reach_vllm(make_server: MakeServer) -> None:
     server.run()
     stored = [e for e in events if isinstance(e, BlockStored) and e.medium == "CPU"]
     assert tokens[:4] in [event.token_ids[:4] for event in stored]
+
+
+def test_subscribers_of_this_vllm_decode_the_events(make_server: MakeServer) -> None:
+    """Events through vLLM's publisher, and those of an engine with its own publisher."""
+    server = make_server(kv_events=True)
+    sent: list[Any] = []
+    server.scheduler.kv_event_publisher = SimpleNamespace(publish=sent.append, shutdown=lambda: 0)
+    serve_and_check(server, "a", prompt(1, 41), 1)
+    server.drain()
+    serve_and_check(server, "b", prompt(2, 5), 1)
+    payloads = [msgspec.msgpack.encode(batch) for batch in sent]
+    as_array = kv_events.KVCacheEvent.__struct_config__.array_like
+    stored = schema.BlockStored(
+        block_hashes=[1],
+        parent_block_hash=None,
+        token_ids=[1, 2, 3, 4],
+        block_size=4,
+        lora_id=None,
+        medium=schema.CPU,
+        lora_name=None,
+    )
+    removed = schema.BlockRemoved(block_hashes=[1], medium=schema.CPU)
+    own = schema.KVEventBatch(1.0, [stored, removed, schema.AllBlocksCleared()])
+    payloads.append(schema.BatchEncoder("array" if as_array else "map").encode(own))
+    decoded = [msgspec.msgpack.decode(data, type=kv_events.KVEventBatch) for data in payloads]
+    kinds = [type(event).__name__ for event in decoded.pop().events]
+    assert kinds == ["BlockStored", "BlockRemoved", "AllBlocksCleared"]
+    events = [event for batch in decoded for event in batch.events]
+    assert {event.medium for event in events} == {"GPU", "CPU"}
+    (on_host, *_) = (event for event in events if event.medium == "CPU")
+    assert on_host.token_ids == prompt(1, 41)[: len(on_host.token_ids)]
 
 
 def test_metrics_are_registered_with_vllm() -> None:
@@ -838,6 +887,27 @@ def test_reset_forgets_host_memory(make_server: MakeServer) -> None:
     assert server.loaded(request) == 0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nothing_of_before_a_sleep_is_loaded_after_it(
+    make_server: MakeServer, tmp_path: Path, num_ranks: int
+) -> None:
+    """The calls of vLLM 0.33: a reset with the connector, then the workers unmap their tensors."""
+    extra = {"stores": [f"disk:{tmp_path}/{{rank}}?bytes=16MiB"], "store_wait_seconds": 60.0}
+    server = make_server(extra, num_ranks=num_ranks)
+    tokens = evicted_prompt(server, 1)
+    server.drain()
+    assert server.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    for runner in server.runners:
+        assert runner.connector is not None
+        runner.connector.unregister_kv_caches()
+        for cache in runner.caches:
+            cache.tensor.fill_(-7)  # what the memory has after it was mapped again is undefined
+    request = serve_and_check(server, "awake", tokens, 1)
+    assert server.loaded(request) == 0
+    evict_all(server)
+    assert server.loaded(serve_and_check(server, "again", tokens, 1)) == 40
+
+
 @pytest.mark.parametrize("follows", [True, False])
 def test_blocks_are_forgotten_when_vllm_empties_its_cache(
     make_server: MakeServer, follows: bool
@@ -900,6 +970,31 @@ def test_store_survives_a_restart(make_server: MakeServer, tmp_path: Path) -> No
     second.run()
     assert second.outputs["b"] == generate(tokens, 0, 4)
     assert second.loaded(request) == 40
+
+
+def test_vllm_counts_hits_by_their_source(
+    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="since vLLM 0.32")
+    extra = {"stores": [f"disk:{tmp_path}?bytes=64MiB"], "store_wait_seconds": 60.0}
+    first = make_server(extra)
+    first.add("a", prompt(1, 41), 1)
+    first.run()
+    first.drain()
+    first.close()
+    server = make_server(extra)
+    found: dict[str, dict[Any, int]] = {}
+    of_request = server.connector.get_external_cache_hit_sources
+
+    def note(request: Request, num_tokens: int) -> dict[Any, int]:
+        return found.setdefault(request.request_id, of_request(request, num_tokens))
+
+    monkeypatch.setattr(server.connector, "get_external_cache_hit_sources", note)
+    for name in ("b", "c"):
+        serve_and_check(server, name, prompt(1, 41), 1)
+        evict_all(server)
+    assert found["b"] == {sources.CacheHitSource.DISK: 40}
+    assert found["c"] == {sources.CacheHitSource.HOST: 40}
 
 
 @pytest.mark.parametrize("load", ["async", "layerwise"])
@@ -1053,6 +1148,9 @@ def test_statistics_count_blocks_of_stores(
         ({}, "exactly one of them must be set"),
         ({"host_gib": 1, "cpu_bytes_to_use": 1}, "exactly one of them must be set"),
         ({"host_gib": -1}, "host_gib is -1"),
+        ({"host_gib": "64"}, "host_gib is '64', a text without a unit"),
+        ({"host_gib": "64GB/s"}, "host_gib is '64GB/s'; it must be a size"),
+        ({"cpu_bytes_to_use": "all"}, "cpu_bytes_to_use is 'all'; it must be a size"),
         ({"host_gib": 1, "load": "sync"}, "load is 'sync'"),
         ({"host_gib": 1, "write_policy": "write_back"}, "write_policy is 'write_back'"),
         ({"host_gib": 1, "stores": "disk:/x"}, "stores is 'disk:/x'"),
@@ -1061,6 +1159,20 @@ def test_statistics_count_blocks_of_stores(
 def test_wrong_setting_is_refused(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Options.parse(extra)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"host_gib": 1.5}, {"host_gib": "1.5GiB"}, {"cpu_bytes_to_use": "1536 MiB"}]
+)
+def test_sizes_may_have_units(extra: dict[str, Any]) -> None:
+    assert Options.parse(extra).host_bytes == 1_536 << 20
+
+
+def test_more_host_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "available_bytes", lambda: 7 << 30)
+    options = Options.parse({"host_gib": 8})
+    with pytest.raises(ConfigError, match=r"host memory is 8\.00 GiB; .* has 7\.00 GiB available"):
+        opening.cache_config(vllm_config(extra=HOST), kv_cache_config("flash", 40), options)
 
 
 def _check(config: Any, groups: int = 1, spec: Any = None, **extra: Any) -> None:
@@ -1074,11 +1186,41 @@ def test_socket_directory_that_other_users_can_access_is_refused(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     options = Options.parse({"host_gib": 1})
-    folder = Path(options.socket_path("engine")).parent
+    folder = Path(options.default_socket_path("engine")).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o750)
     with pytest.raises(ConfigError, match=r"another owner, or a mode other than 0700"):
-        options.socket_path("engine")
+        options.default_socket_path("engine")
+
+
+def _engine(index: int, **extra: Any) -> tuple[VllmConfig, Options]:
+    """Return the configuration of one of two engines, as vLLM makes it for a dense model."""
+    config = vllm_config(extra=HOST)
+    config.parallel_config.data_parallel_index = index
+    config.kv_transfer_config.engine_id = f"engine_dp{index}"
+    return config, Options.parse({"host_gib": 1} | extra)
+
+
+def test_engines_of_data_parallelism_have_paths_of_their_own() -> None:
+    engines = [
+        _engine(i, stores=["disk:/kv/{dp}-{rank}?bytes=1GiB"], socket="/s/{dp}") for i in (0, 1)
+    ]
+    assert [opening.stores_of(*engine, 3) for engine in engines] == [
+        ["disk:/kv/0-3?bytes=1GiB"],
+        ["disk:/kv/1-3?bytes=1GiB"],
+    ]
+    assert [opening.socket_path(*engine) for engine in engines] == ["/s/0", "/s/1"]
+    defaults = {opening.socket_path(*_engine(i)) for i in (0, 1)}
+    assert len(defaults) == 2
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_path_of_several_engines_of_data_parallelism_is_refused(index: int) -> None:
+    with pytest.raises(ConfigError, match="stores has 'disk:/kv' for several engines"):
+        opening.stores_of(*_engine(index, stores=["disk:/kv"]), 0)
+    with pytest.raises(ConfigError, match="socket has '/s' for several engines"):
+        opening.socket_path(*_engine(index, socket="/s"))
+    assert opening.stores_of(*_engine(index, stores=["directory:/kv"]), 0) == ["directory:/kv"]
 
 
 def _model_name(hf_config: dict[str, Any] | None = None, **fields: Any) -> str | None:
@@ -1113,7 +1255,7 @@ def test_stored_blocks_are_found_with_the_same_model_only() -> None:
     assert len({name, *others}) == 5
 
 
-def test_configuration_that_is_not_served_is_refused() -> None:
+def test_configuration_that_is_not_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _check(vllm_config(extra=HOST))
     window = SlidingWindowSpec(
         block_size=4, num_kv_heads=1, head_size=8, dtype=torch.int32, sliding_window=16
@@ -1128,7 +1270,12 @@ def test_configuration_that_is_not_served_is_refused() -> None:
             _check(config, load="layerwise", **extra)
     config = vllm_config(extra=HOST)
     config.parallel_config.pipeline_parallel_size = 2
+    _check(config)
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
+        _check(config, load="layerwise")
+    config = vllm_config(extra=HOST)
+    config.parallel_config.nnodes = 2
+    with pytest.raises(ConfigError, match="nnodes is 2; AiokvConnector serves 1 only"):
         _check(config)
     config = vllm_config(extra=HOST)
     config.parallel_config.distributed_executor_backend = "external_launcher"
@@ -1142,5 +1289,8 @@ def test_configuration_that_is_not_served_is_refused() -> None:
             _check(config, stores=["disk:/x"])
     config = vllm_config(extra=HOST)
     config.model_config.enable_sleep_mode = True
-    with pytest.raises(ConfigError, match="enable_sleep_mode"):
-        _check(config)
+    if not compat.announces_sleep():
+        with pytest.raises(ConfigError, match="enable_sleep_mode"):
+            _check(config)
+    monkeypatch.setattr(compat, "announces_sleep", lambda: True)
+    _check(config)

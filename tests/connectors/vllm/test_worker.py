@@ -14,7 +14,7 @@ import torch
 from aiokv.connectors.vllm.messages import Load, StepMetadata
 from aiokv.connectors.vllm.tensors_here import Tensors
 from aiokv.connectors.vllm.worker import WorkerHalf
-from aiokv.errors import TransferError
+from aiokv.errors import TransferError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -150,3 +150,13 @@ def test_a_step_without_an_event_is_waited_for_with_the_device(
     for step in (1, 2, 3):
         tensors.wait_computed(step)
     assert found == waits
+
+
+def test_kv_cache_is_not_unmapped_under_a_load() -> None:
+    world = World()
+    world.transfers.is_done = False
+    world.compute(Load("r", (7,), (1, 2)))
+    with pytest.raises(UsageError, match=r"loads of the requests \['r'\] are in flight"):
+        world.half.check_idle()
+    world.transfers.is_done = True
+    world.half.check_idle()
