@@ -30,7 +30,7 @@ KV: Final = "kv"
 # Variables that change the order of the bytes of a page. No object of SGLang tells a backend of
 # them.
 LAYOUT_VARIABLES: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
-DEFAULT_TP_SIZES: Final = 8  # a page is shared between TP sizes that divide this
+DEFAULT_TP_LCM: Final = 8  # servers with these sizes, and their divisors, share pages
 _MHA: Final = "MHATokenToKVPoolHost"
 _DIVISIBLE: Final = (_MHA, "AsymmetricMHATokenToKVPoolHost")  # K and V, and nothing beside them
 _RANKS: Final = ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size")
@@ -87,6 +87,7 @@ class HostPool:
         if (
             is_shared
             and classes[0] in _DIVISIBLE
+            and config.attn_cp_size == 1  # else, several ranks have the same heads
             and not any(os.environ.get(variable) for variable in LAYOUT_VARIABLES)
         ):
             heads = _divide(pool.head_num, config)
@@ -166,5 +167,5 @@ class HostPool:
 def _divide(local_heads: int, config: HiCacheStorageConfig) -> list[int]:
     """Return the number of KV heads of the model, and per object."""
     heads = local_heads * config.tp_size
-    per_object = heads // math.gcd(heads, config.tp_lcm_size or DEFAULT_TP_SIZES)
+    per_object = heads // math.gcd(heads, config.tp_lcm_size or DEFAULT_TP_LCM)
     return [heads, local_heads if local_heads % per_object else per_object]

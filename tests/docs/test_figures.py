@@ -220,3 +220,15 @@ def test_the_http_server_to_copy_has_as_many_lines_as_the_pages_say():
     pages = [README, *(path.read_text() for path in (ROOT / "docs").rglob("*.md"))]
     named = [n for page in pages for n in re.findall(r"(\d+) lines to copy|of (\d+) lines", page)]
     assert {int(a or b) for a, b in named} == {lines}
+
+
+def test_cpu_time_in_vllms_scheduler():
+    measured = results("vllm_scheduler")["benches"]["vllm_scheduler"]
+    rows = {
+        "a new prompt of 1,024": measured["request_us"]["miss"],
+        "the same, all blocks": measured["request_us"]["hit"],
+        "a decode step of 256": measured["step_us"]["256"],
+        "a prompt of 100,000": measured["waiting_us"]["100000"],
+    }
+    for start, row in rows.items():
+        assert cells_of(MEASURED, start)[1:] == [f"{row[key]:,.0f} µs" for key in ("vllm", "added")]

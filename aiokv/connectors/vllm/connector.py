@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-REPORT_SECONDS: Final = 1.0  # interval of reports on the stores, and of workers without loads
+# Shortest time between two reports of a worker. The first loads after a pause are reported at once.
+REPORT_SECONDS: Final = 1.0
 
 
 class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -92,7 +93,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ),
             )
             self._counts = EngineCounts()
-        self._reported = 0.0
+        self._reported = self._reported_loads = -REPORT_SECONDS
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -255,22 +256,23 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> ConnectorStatistics | None:
         """Return the counts since the last report of this half; None if there are none."""
-        now = time.monotonic()
-        if self._scheduler is not None:
+        if self._scheduler is not None:  # vLLM asks it only after a report of a worker
             counts = self._counts.report(
                 self._cache.cache_statistics(), errors=self._cache.num_errors
             )
             counts["requests"] = self._scheduler.num_requests
             counts["usable"] = int(self._cache.is_usable)
-            if self._options.stores and now - self._reported >= REPORT_SECONDS:
-                self._reported = now
+            if self._options.stores:
                 counts |= self._counts.report_stores(self._cache.statistics())
             return ConnectorStatistics(counts)
-        loads = self._half_of_worker.take_counts()
-        if not any(loads.values()) and now - self._reported < REPORT_SECONDS:
+        now = time.monotonic()
+        has_loads = self._half_of_worker.has_counts
+        if now - (self._reported_loads if has_loads else self._reported) < REPORT_SECONDS:
             return None
         self._reported = now
-        return ConnectorStatistics(loads)
+        if has_loads:
+            self._reported_loads = now
+        return ConnectorStatistics(self._half_of_worker.take_counts())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStatistics:

@@ -107,7 +107,10 @@ class CachedRequest:
         local: positions that vLLM's own cache had at the last match.
         preemptions: the request's count at the match.
         parameters: the wishes of the request.
-        lease: the lease; None if the request is computed without the cache.
+        uses_cache: False if the request is computed without the cache.
+        matched_at: time of the match.
+        asked_after: the last step that was built before vLLM last asked for the request.
+        lease: the lease; None without the cache, and after a failure or a reset.
         known_tokens: tokens that the lease knows.
         granting: the wait for blocks of the stores; None when the lease is granted.
         loads_in_step: True if, as of the last match, the first step should wait for the load.
@@ -119,7 +122,7 @@ class CachedRequest:
         assigned: leading blocks of the table that the lease knows.
         committed: leading blocks of the table that were committed.
         computed: leading positions whose steps have ended.
-        last_step: the last step that computes the request.
+        due: a step has to be recorded if it ends at this position or behind; 0 in prefill.
         ended: True after the request has finished, or was preempted.
     """
 
@@ -127,6 +130,9 @@ class CachedRequest:
     local: int
     preemptions: int
     parameters: Parameters
+    uses_cache: bool = False
+    matched_at: float = 0.0
+    asked_after: int = 0
     lease: SyncLease | None = None
     known_tokens: int = 0
     granting: EngineFuture[Any] | None = None
@@ -138,7 +144,7 @@ class CachedRequest:
     assigned: int = 0
     committed: int = 0
     computed: int = 0
-    last_step: int = 0
+    due: int = 0
     ended: bool = False
 
     @property
@@ -155,10 +161,20 @@ class CachedRequest:
         """True if vLLM has taken the blocks of the request since the match."""
         return bool(self.request.num_preemptions != self.preemptions)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Number of tokens that the next steps have to compute; 0 before it has blocks."""
+        if not self.table:
+            return 0
+        if self.due:
+            return 1
+        loaded = 0 if self.onload is None else self.onload.end
+        return int(max(self.request.num_tokens - max(self.computed, self.local, loaded), 0))
+
 
 def prompt_of(request: Request) -> NDArray[np.int32]:
     """Return the prompt tokens of a request, and then its generated tokens."""
-    return np.array(list(request.all_token_ids), dtype=np.int32)
+    return np.array(request.all_token_ids[:], dtype=np.int32)
 
 
 def names_of(request: Request) -> dict[str, Any]:

@@ -17,9 +17,10 @@ to a block that something still uses.
 
 from __future__ import annotations
 
+import sys
 import time
 from concurrent.futures import wait
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -40,7 +41,7 @@ from aiokv.connectors.vllm.requests import (
 from aiokv.errors import BrokenEngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.groups import KVGroups
     from aiokv.connectors.vllm.link import LoadQueue
     from aiokv.connectors.vllm.options import Options
-    from aiokv.sync import Answer, Calls, SyncLease
+    from aiokv.sync import Answer, Calls, SyncLayers, SyncLease
     from aiokv.worker.device.base import Event
 
 log = Log(__name__)
@@ -60,6 +61,10 @@ log = Log(__name__)
 # Otherwise vLLM would ask again only after a step, which takes much longer while it computes other
 # prompts.
 DECISION_SECONDS: Final = 0.002
+
+# Longest time for which a request that vLLM has no room for keeps its match. Blocks that other
+# requests have saved since are found after this time, or as soon as vLLM has room.
+KEEP_SECONDS: Final = 1.0
 
 
 class SchedulerHalf:
@@ -99,8 +104,9 @@ class SchedulerHalf:
         self._timeout = options.transfer_timeout_seconds
         self._step = 0
         self._requests: dict[str, CachedRequest] = {}
-        self._matched: list[CachedRequest] = []  # requests of the step that is being scheduled
         self._computed_anew: set[str] = set()  # requests whose loads have failed
+        self._waiting: dict[str, CachedRequest] = {}  # matched, without blocks of vLLM
+        self._loading: dict[str, CachedRequest] = {}  # hold blocks that are or were loaded
         self._deferred: list[CachedRequest] = []  # requests whose loads wait for blocks in use
         # Requests of the step whose output is being processed.
         self._finishing: list[CachedRequest] = []
@@ -109,8 +115,9 @@ class SchedulerHalf:
         self._has_no_room = False  # the step that is being scheduled has no room for a load
         self._computes_more = False  # that step computes more than the step before
         self._decision_seconds = DECISION_SECONDS  # time left for waits in that step
-        # By step: requests and their computed ends.
-        self._records: dict[int, list[tuple[CachedRequest, int]]] = {}
+        self._queued: int | None = None  # tokens of running prompts that are left to compute
+        self._records: dict[int, _Record] = {}  # by step, of those that have not ended
+        self._last_scheduled: Mapping[str, int] = {}  # tokens of the last step, by request
         self._freed = FreedBlocks()
         self._prefills = PrefillClock()
 
@@ -124,22 +131,24 @@ class SchedulerHalf:
             the load while other requests compute, False if its first step waits layer by layer.
         """
         if self._has_no_room:
+            if (waiting := self._waiting.get(request.request_id)) is not None:
+                waiting.asked_after = self._step
             return None, False
         self._sweep()
         if self._follows_resets and self._pool.take_reset():
             self._follow_reset()
         cached = self._requests.get(request.request_id)
-        if cached is not None and cached.granting is None:
-            # It was not scheduled after its match, or its load has failed. vLLM still reserves the
-            # blocks of a failed load, and might wait forever for as many again: compute it instead.
+        if cached is not None and not self._keeps_match(cached, local):
+            # vLLM still reserves the blocks of a load that has failed, and might wait forever for
+            # as many again: such a request is computed.
             if cached.onload is not None:
                 self._computed_anew.add(cached.request_id)
             self._leave(cached)
             cached = None
         if cached is None:
             cached = self._match(request, local)
-            self._requests[request.request_id] = cached
-        self._matched.append(cached)
+            self._requests[request.request_id] = self._waiting[request.request_id] = cached
+        cached.asked_after = self._step
         cached.local = local
         if cached.granting is not None:
             if not cached.granting.done():
@@ -154,6 +163,24 @@ class SchedulerHalf:
             return None, False
         return found, not cached.loads_in_step
 
+    def _keeps_match(self, cached: CachedRequest, local: int) -> bool:
+        """Return True if a request that vLLM asks for again need not be matched anew.
+
+        A lease keeps its blocks in host memory, so its hit stays valid. It may have become longer;
+        so a request for which vLLM has room is matched anew.
+        """
+        if cached.granting is not None:
+            return True
+        if cached.table or (cached.uses_cache and cached.lease is None):
+            return False  # its load has failed, or all leases were released
+        if not cached.uses_cache:
+            return True
+        if cached.parameters.max_load_tokens is not None and local != cached.local:
+            return False  # the limit counts from vLLM's own hit
+        if time.monotonic() - cached.matched_at >= KEEP_SECONDS:
+            return False
+        return self._blocks_of(cached) - local // self._block_tokens > self._room
+
     def _suits_step(self, cached: CachedRequest, found: int) -> bool:
         if not self._layerwise:
             return False
@@ -162,8 +189,8 @@ class SchedulerHalf:
             deferred_blocks=sum(self._num_loading(other) for other in self._deferred),
             has_others=self._computes_more
             or any(
-                other.last_step == self._step and other is not cached
-                for other in self._requests.values()
+                request_id in self._requests and request_id != cached.request_id
+                for request_id in self._last_scheduled
             ),
         )
 
@@ -178,6 +205,7 @@ class SchedulerHalf:
         )
         if not (read or wishes.write) or not self._serves(request):
             return cached
+        cached.matched_at = time.monotonic()
         tokens = prompt_of(request)
         calls = self._cache.calls()
         lease = calls.match(
@@ -204,6 +232,7 @@ class SchedulerHalf:
         answers = self._cache.run(calls)
         if self._cache.succeeded(answers, f"match of request {request.request_id}"):
             cached.lease, cached.granting = lease, future
+            cached.uses_cache = True
             cached.known_tokens = len(tokens)
             if future is not None:
                 self._wait_for_decision(future)
@@ -220,14 +249,13 @@ class SchedulerHalf:
         self._decision_seconds = max(self._decision_seconds - (time.monotonic() - began), 0.0)
 
     def _queued_tokens(self) -> int:
-        """Return the number of tokens of running prompts that are not computed yet."""
-        queued = 0
-        for cached in self._requests.values():
-            if cached.table:
-                loaded = 0 if cached.onload is None else cached.onload.end
-                done = max(cached.computed, cached.local, loaded)
-                queued += max(cached.request.num_tokens - done, 0)
-        return queued
+        """Return the number of tokens of running prompts that are not computed yet.
+
+        It is summed up once per step; :meth:`allocated` adds the requests that join the step.
+        """
+        if self._queued is None:
+            self._queued = sum(cached.queued_tokens for cached in self._requests.values())
+        return self._queued
 
     def _loadable(self, cached: CachedRequest) -> int:
         lease = cached.lease
@@ -248,15 +276,17 @@ class SchedulerHalf:
         and it preempts no waiting request. So a load begins only when vLLM's free blocks are enough
         for the prompt of each request that waits with loaded blocks, and for this one.
         """
-        waiting = [
-            other
-            for other in self._requests.values()
-            if other.onload is not None and not other.onload.in_step and not other.last_step
-        ]
-        if not waiting:
+        if not self._loading:
             return True  # vLLM's own check suffices
-        needed = sum(self._blocks_of(other) - len(other.tables.ids()) for other in waiting)
-        return needed + self._blocks_of(cached) <= self._pool.num_free
+        return self._blocks_of(cached) <= self._room
+
+    @property
+    def _room(self) -> int:
+        """Free blocks of vLLM that are left beside the requests with loaded blocks."""
+        needed = sum(
+            self._blocks_of(other) - len(other.tables.ids()) for other in self._loading.values()
+        )
+        return self._pool.num_free - needed
 
     def _blocks_of(self, cached: CachedRequest) -> int:
         return self._groups.most_blocks(cached.request.num_tokens + 1, self._step_tokens)
@@ -264,28 +294,40 @@ class SchedulerHalf:
     def allocated(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_loaded: int
     ) -> None:
-        """Note the blocks of a request in all groups, and begin its load."""
+        """Note the blocks of a request in all groups, and its load.
+
+        The load begins with the next message. vLLM may call this method after ``build`` for a
+        request that waits for its load.
+        """
         self._sweep()
         cached = self._requests.get(request.request_id)
         if cached is None:
             return
         cached.tables.set(self._groups, block_ids)
+        is_first = self._waiting.pop(cached.request_id, None) is not None
         self._computes_more |= num_loaded == 0 or cached.loads_in_step
+        first = cached.local
+        if num_loaded:
+            cached.onload = Onload(first, first + num_loaded, cached.loads_in_step, self._step)
+        if is_first and self._queued is not None:
+            self._queued += cached.queued_tokens
         if num_loaded == 0:
             return
-        first = cached.local
-        cached.onload = Onload(first, first + num_loaded, cached.loads_in_step, self._step)
-        if cached.loads_in_step:
-            self._wait_until_unused(self._targets(cached))
-        self._begin_or_defer(cached)
+        if not cached.loads_in_step:
+            self._loading[cached.request_id] = cached
+        self._deferred.append(cached)
 
-    def _wait_until_unused(self, block_ids: Sequence[int]) -> None:
+    def _wait_until_unused(self, block_ids: Sequence[int], after_step: int) -> None:
         """Block until no transfer and no step in flight uses blocks that a load writes to.
 
         With asynchronous scheduling, a request may have ended while its next step is computed.
+
+        Args:
+            block_ids: the blocks.
+            after_step: a step that may use them, too.
         """
         self._wait_for_transfers(block_ids)
-        step = self._step if self._groups.sides else self._freed.step_with(block_ids)
+        step = max(after_step, self._freed.step_with(block_ids))
         if step > self._freed.ended_step:
             self._cache.wait_computed(step)
 
@@ -299,52 +341,68 @@ class SchedulerHalf:
         assert cached.onload is not None
         return (cached.onload.end - cached.onload.first) // self._block_tokens
 
-    def _begin_or_defer(self, cached: CachedRequest) -> None:
-        assert cached.onload is not None
-        # A step in flight may read blocks of windows and states that vLLM has freed since.
-        waits_for_step = self._groups.sides and self._freed.ended_step < cached.onload.after_step
-        if not cached.onload.in_step and (
-            waits_for_step or self._freed.are_used(self._targets(cached))
-        ):
-            self._deferred.append(cached)
-        else:
-            self._begin(cached)
+    def _begin_or_defer(self) -> None:
+        """Begin the loads whose blocks are not in use, in one crossing."""
+        deferred, self._deferred = self._deferred, []
+        loads = []
+        for cached in deferred:
+            onload = cached.onload
+            if cached.ended or onload is None:
+                continue
+            # A step in flight may read blocks of windows and states that vLLM has freed since.
+            after_step = onload.after_step if self._groups.sides else 0
+            if onload.in_step:
+                self._wait_until_unused(self._targets(cached), after_step)
+            elif after_step > self._freed.ended_step or self._freed.are_used(self._targets(cached)):
+                self._deferred.append(cached)
+                continue
+            loads.append((cached, onload))
+        if loads:
+            self._begin(loads)
 
-    def _begin(self, cached: CachedRequest) -> None:
-        onload, lease = cached.onload, cached.lease
-        assert onload is not None
-        onload.started = True
-        targets = tuple(self._targets(cached))
-        load = Load(cached.request_id, (), targets, onload.in_step, failed=True)
-        if lease is not None:
-            blocks = onload.end // self._block_tokens
-            calls = self._cache.calls()
-            calls.assign(
-                lease,
-                cached.table[:blocks],
-                computed_tokens=onload.first,
-                groups=cached.tables.sides_of_hit(self._groups, blocks),
-                # A step waits for its loads, so they are not copied behind other ones.
-                priority=0 if onload.in_step else cached.parameters.load_priority,
-            )
-            answers = self._cache.run(calls)
-            if self._cache.succeeded(answers, f"load of request {cached.request_id}"):
-                cached.assigned = blocks
-                layers = lease.layers
-                self._cache.note_load(layers)
-                self._link.add(layers, self._num_loading(cached))
-                load = Load(cached.request_id, layers.transfer_ids, targets, onload.in_step)
+    def _begin(self, loads: Sequence[tuple[CachedRequest, Onload]]) -> None:
+        calls = self._cache.calls()
+        answers = []
+        for cached, onload in loads:
+            onload.started = True
+            if cached.lease is not None:
+                blocks = onload.end // self._block_tokens
+                answer = calls.assign(
+                    cached.lease,
+                    cached.table[:blocks],
+                    computed_tokens=onload.first,
+                    # A step waits for its loads, so they are not copied behind other ones.
+                    priority=0 if onload.in_step else cached.parameters.load_priority,
+                    groups=cached.tables.sides_of_hit(self._groups, blocks),
+                )
+                answers.append((cached, cached.lease, answer))
+        self._cache.run(calls)
+        begun: dict[str, SyncLayers] = {}
+        for cached, lease, answer in answers:
+            if self._cache.succeeded([answer], f"load of request {cached.request_id}"):
+                begun[cached.request_id] = lease.layers
             else:
                 self._leave_lease(cached)
-        self._loads.append(load)
+        for cached, onload in loads:
+            targets = tuple(self._targets(cached))
+            layers = begun.get(cached.request_id)
+            if layers is not None:
+                cached.assigned = onload.end // self._block_tokens
+                self._cache.note_load(layers)
+                self._link.add(layers, self._num_loading(cached))
+            ids = () if layers is None else layers.transfer_ids
+            self._loads.append(
+                Load(cached.request_id, ids, targets, onload.in_step, failed=layers is None)
+            )
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers for a step that was scheduled."""
         self._drop_preempted()
-        for cached in self._matched:
-            if not cached.table and cached.granting is None and not cached.ended:
-                self._leave(cached)  # not scheduled: do not keep its blocks in host memory
-        self._matched.clear()
+        for cached in list(self._waiting.values()):
+            if cached.request.status.name == "WAITING_FOR_REMOTE_KVS":
+                self._loading[cached.request_id] = cached  # `allocated` is called later
+            elif cached.granting is None and cached.asked_after < self._step:
+                self._leave(cached)  # vLLM asks for other requests now: let its blocks be evicted
         for cached in self._finishing:
             self._leave_lease(cached)  # vLLM has not reported the end of its last step
         self._finishing.clear()
@@ -353,56 +411,62 @@ class SchedulerHalf:
         if self._groups.sides:
             compat.leave_unzeroed(output, self._loading_blocks())
         self._wait_for_transfers(written)
-        deferred, self._deferred = self._deferred, []
-        for cached in deferred:
-            if not cached.ended:
-                self._begin_or_defer(cached)
+        self._begin_or_defer()
         if not any(load.in_step for load in self._loads):  # the step would wait for them
             self._prefills.begin(self._step, _prompt_tokens(output))
         message = StepMetadata(self._step, self._loads)
         self._loads = []
         self._swept = False
+        self._queued = None
         self._has_no_room = False
         self._computes_more = False
         self._decision_seconds = DECISION_SECONDS
         return message
 
     def _record(self, output: SchedulerOutput) -> list[int]:
-        """Note the positions that the step computes; return the blocks that it may write to."""
+        """Note the positions that the step computes; return the blocks that it may write to.
+
+        This loop runs over all requests in each step, so it does little: most requests neither get
+        a block nor complete one.
+        """
         size = self._block_tokens
         written: list[int] = []
-        record: list[tuple[CachedRequest, int]] = []
+        ends: list[tuple[CachedRequest, int]] = []
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             written += self._groups.blocks_of(new.block_ids, new.num_computed_tokens // size)
+            self._loading.pop(new.req_id, None)
             cached = self._requests.get(new.req_id)
             if cached is not None:
                 cached.tables.set(self._groups, new.block_ids)
                 cached.kept_tokens = new.num_computed_tokens
-                record.append((cached, new.num_computed_tokens + scheduled[new.req_id]))
+                ends.append((cached, new.num_computed_tokens + scheduled[new.req_id]))
         running = output.scheduled_cached_reqs
+        requests, resumed = self._requests, running.resumed_req_ids
+        has_sides = bool(self._groups.sides)
         for request_id, blocks, computed in zip(
             running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
         ):
-            is_resumed = request_id in running.resumed_req_ids
-            cached = self._requests.get(request_id)
+            cached = requests.get(request_id)
             if blocks is not None:
+                is_resumed = request_id in resumed
                 written += self._groups.blocks_of(blocks, computed // size if is_resumed else 0)
+                if is_resumed:
+                    self._loading.pop(request_id, None)
                 if cached is not None and is_resumed:
                     cached.tables.set(self._groups, blocks)
                 elif cached is not None:
                     cached.tables.extend(self._groups, blocks)
-            if cached is not None:
-                if self._groups.sides:
-                    cached.kept_tokens = computed - compat.tokens_in_flight(cached.request)
-                record.append((cached, computed + scheduled[request_id]))
-        for cached, end in record:
-            cached.last_step = self._step
-            if self._groups.states:
-                cached.tables.note_states(self._groups, end)
+            if cached is not None and has_sides:
+                cached.kept_tokens = computed - compat.tokens_in_flight(cached.request)
+            if cached is not None and (end := computed + scheduled[request_id]) >= cached.due:
+                ends.append((cached, end))
         if self._groups.states:
+            for cached, end in ends:
+                cached.tables.note_states(self._groups, end)
             self._note_boundary_states(output)
-        self._records[self._step] = record
+        self._records[self._step] = _Record(scheduled, ends)
+        self._last_scheduled = scheduled
         return written
 
     def _note_boundary_states(self, output: SchedulerOutput) -> None:
@@ -428,11 +492,10 @@ class SchedulerHalf:
     def finished(self, request: Request) -> None:
         """Note the end of a request, whose blocks vLLM frees now."""
         self._computed_anew.discard(request.request_id)
-        cached = self._requests.pop(request.request_id, None)
+        cached = self._requests.get(request.request_id)
         if cached is None:
             return
-        cached.ended = True
-        self._freed.add(cached.tables.ids(), cached.last_step, None)
+        self._drop(cached)
         onload = cached.onload
         if onload is not None and not onload.started:
             self._loads.append(Load(cached.request_id))  # vLLM waits for its report
@@ -450,12 +513,11 @@ class SchedulerHalf:
         """
         prefill = self._prefills.end(step)
         event = self._cache.take_event(step)
-        self._drop_preempted()
         if failed_blocks:
             self._note_failures(set(failed_blocks))
         ended: dict[str, CachedRequest] = {}
         for number in [number for number in self._records if number <= step]:
-            for cached, end in self._records.pop(number):
+            for cached, end in self._records.pop(number).ends:
                 if failed_blocks and not set(cached.table).isdisjoint(failed_blocks):
                     continue
                 # The model has not computed with the last token, and drafts behind it were
@@ -464,9 +526,6 @@ class SchedulerHalf:
                 ended[cached.request_id] = cached
         self._commit(ended.values(), event, prefill)
         self._freed.note_ended(step)
-        for cached in self._finishing:
-            self._leave_lease(cached)
-        self._finishing.clear()
 
     def _commit(
         self,
@@ -474,31 +533,60 @@ class SchedulerHalf:
         event: Event | None,
         prefill: tuple[int, float] | None,
     ) -> None:
-        """Commit the full blocks that are computed, and close the step, in one crossing."""
-        if not self._cache.is_usable:
-            return
+        """Commit the full blocks that are computed, and close the step, in one crossing.
+
+        It also releases the leases of the requests that have finished in the step.
+        """
         calls = self._cache.calls()
         committed = []
         for cached in requests:
-            blocks = min(cached.computed // self._block_tokens, len(cached.table))
-            if blocks > cached.committed and cached.lease is not None and cached.parameters.write:
+            blocks = self._advance(cached)
+            if blocks > cached.committed and cached.lease is not None:
                 answers = self._add_commit(calls, cached.lease, cached, blocks)
                 committed.append((cached, blocks, answers))
-        if not committed and not self._cache.closes_steps_on_ranks:
-            return
-        if prefill is not None:
-            calls.note_prefill(*prefill)
-        calls.step(event)  # transfers of the blocks wait for this event
+        if self._cache.is_usable and (committed or self._cache.closes_steps_on_ranks):
+            if prefill is not None:
+                calls.note_prefill(*prefill)
+            calls.step(event)  # transfers of the blocks wait for this event
         # vLLM frees blocks of windows and states while their request runs.
         saving = [
             (cached, calls.idle(cached.lease))
             for cached, _, _ in committed
             if cached.saving and cached.lease is not None
         ]
-        self._cache.run(calls)
+        finished, self._finishing = self._finishing, []
+        released = []
+        for cached in finished:
+            lease, cached.lease = cached.lease, None
+            if lease is not None:
+                calls.release(lease)
+                released.append((cached, calls.idle(lease)))
+        if len(calls):
+            self._cache.run(calls)
         for cached, idle in saving:
             self._freed.add(cached.saving, 0, idle)
             cached.saving = []
+        self._note_commits(committed)
+        for cached, idle in released:
+            if not idle.done():
+                self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
+
+    def _advance(self, cached: CachedRequest) -> int:
+        """Return the number of blocks to commit; set ``due`` of a request that decodes."""
+        blocks = min(cached.computed // self._block_tokens, len(cached.table))
+        is_saved = (
+            cached.lease is not None
+            and cached.parameters.write
+            and self._cache.is_usable
+            and not cached.was_preempted
+        )
+        if cached.computed >= cached.request.num_tokens - 1:
+            cached.due = (blocks + 1) * self._block_tokens if is_saved else sys.maxsize
+        return blocks if is_saved else 0
+
+    def _note_commits(
+        self, committed: Iterable[tuple[CachedRequest, int, list[Answer[Any]]]]
+    ) -> None:
         for cached, blocks, answers in committed:
             if self._cache.succeeded(answers, f"commit of request {cached.request_id}"):
                 cached.known_tokens = max(cached.known_tokens, blocks * self._block_tokens)
@@ -556,16 +644,28 @@ class SchedulerHalf:
             self._swept = True
 
     def _drop_preempted(self) -> None:
-        preempted = [cached for cached in self._requests.values() if cached.was_preempted]
+        preempted = [
+            cached
+            for cached in self._requests.values()
+            if cached.request.num_preemptions != cached.preemptions  # fast: no call per request
+        ]
         for cached in preempted:
             self._leave(cached)
 
     def _leave(self, cached: CachedRequest) -> None:
         """Forget a request whose blocks vLLM has freed, or that has none."""
-        self._requests.pop(cached.request_id, None)
-        cached.ended = True
-        self._freed.add(cached.tables.ids(), cached.last_step, None)
+        self._drop(cached)
         self._leave_lease(cached)
+
+    def _drop(self, cached: CachedRequest) -> None:
+        """Follow a request no longer; steps in flight may still compute with its blocks."""
+        request_id = cached.request_id
+        for requests in (self._requests, self._waiting, self._loading):
+            requests.pop(request_id, None)
+        cached.ended = True
+        steps = (n for n, record in self._records.items() if request_id in record.scheduled)
+        last_step = max(steps, default=0)
+        self._freed.add(cached.tables.ids(), last_step, None)
 
     def _leave_lease(self, cached: CachedRequest) -> None:
         """Release the lease; its transfers go on."""
@@ -622,6 +722,18 @@ class SchedulerHalf:
     def num_requests(self) -> int:
         """Number of requests that are followed."""
         return len(self._requests)
+
+
+class _Record(NamedTuple):
+    """A step that was sent to the workers.
+
+    Attributes:
+        scheduled: number of tokens by request.
+        ends: requests in prefill, and those that complete a block, with their computed ends.
+    """
+
+    scheduled: Mapping[str, int]
+    ends: list[tuple[CachedRequest, int]]
 
 
 def _prompt_tokens(output: SchedulerOutput) -> int:

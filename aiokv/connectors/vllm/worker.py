@@ -254,6 +254,11 @@ class WorkerHalf:
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
+    @property
+    def has_counts(self) -> bool:
+        """True if a load has ended since the last call of ``take_counts``."""
+        return any(self._counts.values())
+
     def take_counts(self) -> dict[str, int]:
         """Return the blocks that were loaded and have failed since the last call."""
         counts = self._counts

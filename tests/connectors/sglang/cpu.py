@@ -113,6 +113,30 @@ def load_layer_first(
         ]
 
 
+def read_windows_at_their_places(backend: Any) -> None:
+    """Make SGLang's PyTorch attention read layers with windows from the pool of the windows.
+
+    It writes their K and V at the places in this pool, and reads them at those of full attention.
+    """
+    for name in ("forward_extend", "forward_decode"):
+        forward = getattr(backend, name)
+
+        def read(
+            self: Any, q: Any, k: Any, v: Any, layer: Any, *arguments: Any,
+            forward: Any = forward, **options: Any,
+        ) -> Any:  # fmt: skip
+            table = self.req_to_token_pool
+            if self.use_sliding_window_kv_pool and (layer.sliding_window_size or -1) > -1:
+                places = self.token_to_kv_pool.translate_loc_from_full_to_swa(table.req_to_token)
+                self.req_to_token_pool = types.SimpleNamespace(req_to_token=places)
+            try:
+                return forward(self, q, k, v, layer, *arguments, **options)
+            finally:
+                self.req_to_token_pool = table
+
+        setattr(backend, name, read)
+
+
 def fill_weights(model: torch.nn.Module) -> None:
     """Fill the weights of a model, the same in each process."""
     for name, parameter in model.state_dict().items():
@@ -136,6 +160,11 @@ def replace_what_needs_a_gpu() -> None:
     mha["transfer_kv_per_layer_pf_lf"] = load_page_first
     mha["transfer_kv_all_layer"] = save_layer_first
     mha["transfer_kv_per_layer"] = load_layer_first
+    native = importlib.import_module("sglang.srt.layers.attention.torch_native_backend")
+    read_windows_at_their_places(native.TorchNativeAttnBackend)
+    # SGLang accepts few backends for models with windows; this one needs a CPU with AMX.
+    backends = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+    backends.ATTENTION_BACKENDS["intel_amx"] = backends.ATTENTION_BACKENDS["torch_native"]
     # SGLang imports the name on CPUs without AMX kernels, and calls its own PyTorch code instead.
     operations = types.ModuleType("vllm._custom_ops")
     vars(operations)["rotary_embedding"] = None

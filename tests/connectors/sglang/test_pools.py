@@ -193,6 +193,42 @@ def test_servers_of_other_tensor_parallel_sizes_find_the_pages(tmp_path, layout,
             assert head_view(pool, 5).view(torch.int16).equal(part.view(torch.int16))
 
 
+@pytest.mark.parametrize(
+    "changes", [{"tp_lcm_size": 1}, {"tp_size": 16}, {"attn_cp_size": 2}, {"pp_size": 2}]
+)
+def test_pages_of_another_division_of_the_heads_are_missing(tmp_path, changes):
+    stores = [f"directory:{tmp_path}"]
+    with attached(config(stores), host_pool(heads=4)) as backend:
+        assert backend.batch_set_v1(KEYS[:1], indices(0)) == [True]
+    heads = 1 if "tp_size" in changes else 4  # with 16 ranks, four of them share a head
+    with attached(config(stores, **changes), host_pool(heads=heads)) as backend:
+        assert backend.batch_exists(KEYS[:1]) == 0
+        assert backend.batch_set_v1(KEYS[:1], indices(0)) == [True]
+        assert backend.batch_exists(KEYS[:1]) == 1
+
+
+def test_common_multiple_of_the_tensor_parallel_sizes_sets_the_size_of_objects(tmp_path):
+    stores = [f"directory:{tmp_path}"]
+    pool = filled(host_pool(heads=12), 1)
+    expected = head_view(pool, 0)
+    with attached(config(stores, tp_lcm_size=6), pool) as backend:
+        assert backend.batch_set_v1(KEYS[:1], indices(0)) == [True]
+        assert backend.statistics()[0].saved_blocks == 6
+    for size, rank in ((2, 1), (3, 2), (6, 4)):
+        part = host_pool(heads=12 // size)
+        settings = config(stores, tp_lcm_size=6, tp_size=size, tp_rank=rank)
+        with attached(settings, part) as backend:
+            assert backend.batch_get_v1(KEYS[:1], indices(3)) == [True]
+        loaded = head_view(part, 3).view(torch.int16)
+        assert loaded.equal(expected.chunk(size, dim=3)[rank].view(torch.int16))
+
+
+def test_disk_stores_of_a_rank_keep_one_object_per_page(tmp_path):
+    with attached(config([f"disk:{tmp_path}?bytes=4MiB"]), host_pool(heads=4)) as backend:
+        assert backend.batch_set_v1(KEYS[:2], indices(0, 1)) == [True] * 2
+        assert backend.statistics()[0].saved_blocks == 2
+
+
 def test_page_without_one_of_its_heads_is_a_miss(tmp_path):
     pool = host_pool(heads=4)
     with attached(config([f"directory:{tmp_path}"]), pool) as backend:

@@ -20,19 +20,21 @@ pytestmark = [
         any(importlib.util.find_spec(name) is None for name in ("sglang", "torch")),
         reason="SGLang is not installed; run `make test-sglang`",
     ),
-    pytest.mark.timeout(600),  # importing SGLang takes a minute on a busy machine
+    pytest.mark.timeout(1200),  # importing SGLang takes a minute on a busy machine
 ]
 
 
-def served(directory: Path, layout: str, store: str, *rounds: str) -> dict[str, Any]:
+def served(
+    directory: Path, layout: str, store: str, *rounds: str, model: str = "llama"
+) -> dict[str, Any]:
     """Serve rounds of prompts in a separate server process."""
     program = [sys.executable, "-W", "ignore", "-m", "tests.connectors.sglang.server"]
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.run(
-            [*program, str(directory), layout, store, *rounds],
+            [*program, str(directory), model, layout, store, *rounds],
             cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=output, timeout=280, check=False,
+            stdout=output, stderr=output, timeout=560, check=False,
         )  # fmt: skip
     assert process.returncode == 0, log.read_text()[-4000:]
     answers: dict[str, Any] = json.loads((directory / "answers.json").read_text())
@@ -83,3 +85,24 @@ def test_damaged_pages_are_computed_again(tmp_path):
     found = [answer["cached"]["storage"] for answer in answers["damaged"]]
     assert 0 <= sum(found) < PROMPTS * CACHED
     assert_computed_equally(answers["damaged"], answers["computed"])
+
+
+def test_windows_are_loaded_beside_the_pages_of_full_attention(tmp_path):
+    store = f"directory:{tmp_path}/store"
+    rounds = ("computed", "again", "changed", "flushed", "wrong")
+    first = served(tmp_path, "page_first", store, *rounds, model="gemma4")
+    assert cached(first["again"]) == [{"device": CACHED, "host": 0, "storage": 0}] * PROMPTS
+    assert cached(first["flushed"]) == [{"device": 0, "host": 0, "storage": CACHED}] * PROMPTS
+    assert outputs(first["flushed"]) == outputs(first["again"])  # to the last bit
+    assert_computed_equally(first["flushed"], first["computed"])
+    for answer, changed in zip(first["computed"], first["changed"], strict=True):
+        assert answer["logprobs"] != pytest.approx(changed["logprobs"], abs=0.01)
+    assert cached(first["wrong"]) == cached(first["flushed"])
+    for answer, wrong in zip(first["flushed"], first["wrong"], strict=True):
+        assert answer["logprobs"] != pytest.approx(wrong["logprobs"], abs=0.01)
+    # SGLang ends its scheduler with SIGKILL.
+    second = served(tmp_path, "page_first", store, "again", "damaged", model="gemma4")
+    assert cached(second["again"]) == [{"device": 0, "host": 0, "storage": CACHED}] * PROMPTS
+    assert outputs(second["again"]) == outputs(first["again"])
+    assert sum(each["storage"] for each in cached(second["damaged"])) < PROMPTS * CACHED
+    assert_computed_equally(second["damaged"], first["computed"])

@@ -37,3 +37,11 @@ def _no_offered_tensors() -> None:
     from aiokv.connectors.vllm import tensors_here
 
     tensors_here.clear()
+
+
+@pytest.fixture(autouse=True)
+def _reports_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        from aiokv.connectors.vllm import connector
+
+        monkeypatch.setattr(connector, "REPORT_SECONDS", 0.0)

@@ -869,6 +869,161 @@ def test_abort_of_a_load_that_has_not_begun(
     assert "b" not in server.scheduler.requests
 
 
+def _occupied(server: Server, tokens: list[int]) -> tuple[Request, Request]:
+    """Return a running request, and one with ``tokens`` that vLLM has no room for."""
+    running = server.add("running", prompt(5, 60), 24)
+    while not running.num_output_tokens:
+        server.step()
+    waiting = server.add("waiting", tokens, 2)
+    server.step()
+    assert waiting.status == RequestStatus.WAITING
+    return running, waiting
+
+
+@pytest.fixture
+def matches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The owners of the leases that were matched."""
+    owners: list[str] = []
+    match = CacheEngine.match
+
+    def note(engine: CacheEngine, tokens: Any, **options: Any) -> Lease:
+        owners.append(options["owner"])
+        return match(engine, tokens, **options)
+
+    monkeypatch.setattr(CacheEngine, "match", note)
+    return owners
+
+
+def test_request_that_vllm_has_no_room_for_is_matched_once(
+    make_server: MakeServer, matches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "KEEP_SECONDS", 1e9)
+    server = make_server(num_blocks=24)
+    tokens = evicted_prompt(server, 1)
+    _, waiting = _occupied(server, tokens)
+    server.add("behind", prompt(6, 9), 1)
+    while waiting.status == RequestStatus.WAITING:
+        server.step()
+        held = len([o for o in matches if o == "waiting"])
+    assert held == 2  # again when vLLM had room
+    server.run()
+    assert server.loaded(waiting) == 40
+    assert server.outputs["waiting"] == generate(tokens, 0, 2)
+    assert server.connector.engine.statistics().leases == 0
+
+
+def test_waiting_request_is_matched_anew_after_a_while(
+    make_server: MakeServer, matches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "KEEP_SECONDS", 0.0)
+    server = make_server(num_blocks=24)
+    _occupied(server, evicted_prompt(server, 1))
+    for _ in range(3):
+        server.step()
+    assert matches.count("waiting") == 4
+    server.run()
+
+
+def test_blocks_that_are_saved_while_a_request_waits_are_loaded(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "KEEP_SECONDS", 1e9)
+    server = make_server(num_blocks=24, prefix_caching=False)
+    tokens = prompt(5, 60)
+    running, waiting = _occupied(server, tokens)  # the prompt of the running request
+    server.drain()
+    while running.request_id in server.scheduler.requests:
+        assert waiting.status == RequestStatus.WAITING
+        server.step()
+    server.run()
+    assert server.loaded(waiting) == 56
+    assert server.outputs["waiting"] == generate(tokens, 0, 2)
+
+
+def test_waiting_request_loads_nothing_that_was_saved_before_a_reset(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "KEEP_SECONDS", 1e9)
+    server = make_server(num_blocks=24)
+    tokens = evicted_prompt(server, 1)
+    _, waiting = _occupied(server, tokens)
+    assert server.connector.reset_cache()
+    server.run()
+    assert server.loaded(waiting) == 0
+    assert server.outputs["waiting"] == generate(tokens, 0, 2)
+    evict_all(server)
+    assert server.loaded(serve_and_check(server, "again", tokens, 2)) == 40  # saved again
+
+
+def test_request_that_vllm_no_longer_asks_for_keeps_no_blocks(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "KEEP_SECONDS", 1e9)
+    server = make_server(num_blocks=24)
+    tokens = evicted_prompt(server, 1)
+    _, waiting = _occupied(server, tokens)
+    leases = server.connector.engine.statistics().leases
+    server.scheduler.waiting.remove_request(waiting)  # as behind a request of higher priority
+    server.step()
+    server.step()
+    assert server.connector.engine.statistics().leases == leases - 1
+    server.scheduler.waiting.prepend_request(waiting)
+    server.run()
+    assert server.loaded(waiting) == 40
+
+
+def test_blocks_that_vllm_allocates_after_the_message_are_loaded(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 defers the loads of a step until the step before has ended."""
+    server = make_server()
+    tokens = evicted_prompt(server, 1)
+    half = server.connector
+    deferred: list[Any] = []
+    allocated = type(half).update_state_after_alloc
+
+    def defer(connector: Any, request: Any, blocks: Any, num_external: int) -> None:
+        if num_external:
+            deferred.append((request, blocks, num_external))
+        else:
+            allocated(connector, request, blocks, num_external)
+
+    monkeypatch.setattr(type(half), "update_state_after_alloc", defer)
+    server.add("other", prompt(2, 9), 12)
+    request = server.add("b", tokens, 4)
+    for _ in range(3):
+        server.step()
+        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    (load,) = deferred
+    allocated(half, *load)
+    server.run()
+    assert server.loaded(request) == 40
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+
+
+def test_reports_of_a_worker_have_an_interval(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    tokens = evicted_prompt(server, 1)
+    clock = SimpleNamespace(now=1e9)
+    monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(connector, "REPORT_SECONDS", 1.0)
+    worker_of = server.runners[0].connector
+    assert worker_of.get_kv_connector_stats().data["loaded_blocks"] == 0
+    assert worker_of.get_kv_connector_stats() is None
+    before = server.statistics.reduce().get("loaded_blocks", 0)
+    server.add("b", tokens, 1)
+    server.run()
+    assert server.statistics.reduce()["loaded_blocks"] == before + 10  # the first loads: at once
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+    server.add("c", tokens, 1)
+    server.run()
+    assert server.statistics.reduce()["loaded_blocks"] == before + 10
+    clock.now += 1.0
+    assert worker_of.get_kv_connector_stats().data["loaded_blocks"] == 10
+
+
 def test_reset_forgets_host_memory(make_server: MakeServer) -> None:
     server = make_server()
     tokens = prompt(1, 41)
@@ -1089,7 +1244,6 @@ def test_queued_tokens_count_the_running_prompts(
 def test_vllm_receives_the_metrics_of_stores(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(connector, "REPORT_SECONDS", 0.0)
     server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"], "cpu_bytes_to_use": 1 << 18})
     server.add("a", prompt(1, 41), 1)
     server.drain()
@@ -1129,7 +1283,6 @@ def test_statistics_reach_vllm(make_server: MakeServer) -> None:
 def test_statistics_count_blocks_of_stores(
     make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiokv.connectors.vllm.connector.REPORT_SECONDS", 0.0)
     server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
     server.add("a", prompt(1, 41), 1)
     evict_all(server)

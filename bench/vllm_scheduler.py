@@ -1,0 +1,300 @@
+"""Time that the connector adds to vLLM's scheduler, in one process, with the scheduler of vLLM.
+
+``.venv-vllm-0.22.1/bin/python -m bench.vllm_scheduler``, of ``make test-vllm``, runs the requests
+with and without ``AiokvConnector``, and no model: each step returns one token per request. Measured
+is the CPU time of the scheduler's thread and of the engine's thread within ``schedule()`` and
+``update_from_output()``. It includes work of the engine that the scheduler does not wait for, and
+other programs hardly change it. The rounds with and without the connector alternate; ``added`` is
+the difference of the medians. Blocks have 16 tokens.
+
+* ``request_us``: per request of 1,024 prompt tokens and 16 generated ones, of which 8 run at once.
+  ``miss``: of new prompts; ``hit``: of prompts of which host memory has all blocks and vLLM none.
+* ``step_us.256``: per decode step of 256 requests, each of which completes a block every 16 steps.
+* ``waiting_us``: per step with a prompt of 100,000 tokens that waits for device blocks, and half of
+  which is in host memory; less the time of a step without this prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import threading
+import time
+import uuid
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm import SamplingParams
+from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from aiokv.connectors.vllm import AiokvConnector
+from aiokv.errors import InternalError
+from bench import harness
+from tests.connectors.vllm.configs import tensor_of, vllm_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCK_TOKENS: Final = 16
+MAX_TOKENS: Final = 131_072
+PROMPT_TOKENS: Final = 1_024
+GENERATED: Final = 16
+IN_FLIGHT: Final = 8
+RUNNING: Final = 256
+WAITING_TOKENS: Final = 100_000
+LAYER: Final = "model.layers.0.self_attn.attn"
+PATIENCE_SECONDS: Final = 60.0
+
+
+class Clock:
+    """Reads the CPU time of this thread and of the engine's thread, if there is one."""
+
+    def __init__(self) -> None:
+        threads = [t for t in threading.enumerate() if t.name == "aiokv-engine"]
+        self._engines = [time.pthread_getcpuclockid(t.ident) for t in threads if t.ident]
+
+    def now(self) -> float:
+        """Return the seconds since a fixed moment."""
+        return time.thread_time() + sum(time.clock_gettime(clock) for clock in self._engines)
+
+
+class Server:
+    """vLLM's scheduler over a worker without a model.
+
+    Args:
+        num_blocks: device blocks.
+        is_connected: True to use the connector.
+    """
+
+    def __init__(self, num_blocks: int, *, is_connected: bool) -> None:
+        init_none_hash(sha256)
+        extra = {"host_gib": 1, "follow_resets": False} if is_connected else None
+        config = vllm_config(
+            extra=extra, num_blocks=num_blocks, max_seqs=RUNNING, max_tokens_per_step=8_192
+        )
+        config.cache_config.block_size = BLOCK_TOKENS
+        config.model_config.max_model_len = config.scheduler_config.max_model_len = MAX_TOKENS
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.int32
+        )
+        cache = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[tensor_of(LAYER, spec, num_blocks)],
+            kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
+        )
+        self._worker: Any = None
+        if is_connected:
+            self._worker = AiokvConnector(config, KVConnectorRole.WORKER, cache)
+            tensor = torch.zeros((2, num_blocks, BLOCK_TOKENS, 1, 1), dtype=torch.int32)
+            self._worker.register_kv_caches({LAYER: tensor})
+        self.scheduler: Any = Scheduler(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=SimpleNamespace(should_advance=lambda request: False),
+            block_size=BLOCK_TOKENS,
+            mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda model_config: False),
+            log_stats=True,
+        )
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._computed: dict[str, int] = {}
+        self.seconds = 0.0  # in the scheduler
+        self._clock = Clock()
+        self.loaded_tokens = 0
+
+    def add(self, prompt: list[int], num_tokens: int) -> Request:
+        """Add a request."""
+        request = Request(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> None:
+        """Run one step."""
+        began = self._clock.now()
+        output = self.scheduler.schedule()
+        self.seconds += self._clock.now() - began
+        kv_output = self._work(output) if self._worker is not None else None
+        ids = list(output.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[
+                [7] if requests[i].num_computed_tokens >= requests[i].num_tokens else []
+                for i in ids
+            ],
+            kv_connector_output=kv_output,
+        )
+        began = self._clock.now()
+        outputs = self.scheduler.update_from_output(output, result)
+        self.seconds += self._clock.now() - began
+        for of_client in outputs.values():
+            for one in of_client.outputs:
+                if one.prefill_stats is not None:
+                    self.loaded_tokens += one.prefill_stats.num_external_cached_tokens
+
+    def _work(self, output: Any) -> KVConnectorOutput:
+        """Make the calls of a worker."""
+        worker, result = self._worker, KVConnectorOutput()
+        worker.bind_connector_metadata(output.kv_connector_metadata)
+        worker.start_load_kv(
+            SimpleNamespace(
+                attn_metadata=None, cudagraph_runtime_mode=CUDAGraphMode.NONE, ubatch_slices=None
+            )
+        )
+        result.finished_sending, result.finished_recving = worker.get_finished(
+            output.finished_req_ids
+        )
+        result.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        result.kv_connector_stats = worker.get_kv_connector_stats()
+        result.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        return result
+
+    def run(self) -> None:
+        """Run until all requests have ended."""
+        while self.scheduler.has_requests():
+            self.step()
+
+    def drain(self) -> None:
+        """Wait for the saves."""
+        if self._worker is not None:
+            engine = self.scheduler.connector.engine
+            engine.call(engine.cache.drain, timeout=PATIENCE_SECONDS)
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._worker is not None:
+            self.scheduler.connector.shutdown()
+            self._worker.shutdown()
+
+
+def run(quick: bool) -> dict[str, Any]:
+    rounds = 3 if quick else 15
+    requests = _measure(_requests, 4_096, rounds, 2 * IN_FLIGHT if quick else 64)
+    steps = _measure(_steps, 2 * RUNNING * (PROMPT_TOKENS // BLOCK_TOKENS), rounds, 1)
+    waiting = _measure(_waiting, 6_400, rounds, 1)
+    return {"request_us": requests, "step_us": steps, "waiting_us": waiting}
+
+
+def _measure(
+    scenario: Callable[[Server, random.Random, int], dict[str, float]],
+    num_blocks: int,
+    rounds: int,
+    size: int,
+) -> dict[str, Any]:
+    """Return the medians of a scenario in microseconds: without the connector, and added by it."""
+    servers = [Server(num_blocks, is_connected=connected) for connected in (False, True)]
+    samples: list[dict[str, list[float]]] = [{}, {}]
+    gc.collect()
+    gc.freeze()  # as vLLM does before it serves
+    for seed in range(rounds + 1):
+        for server, of_server in zip(servers, samples, strict=True):
+            for name, seconds in scenario(server, random.Random(seed), size).items():
+                if seed:  # the first round warms up
+                    of_server.setdefault(name, []).append(seconds)
+    for server in servers:
+        server.close()
+    return {name: _compared(samples[0][name], samples[1][name]) for name in samples[0]}
+
+
+def _compared(without: list[float], connected: list[float]) -> dict[str, float]:
+    vllm = statistics.median(without) * 1e6
+    return {"vllm": vllm, "added": statistics.median(connected) * 1e6 - vllm}
+
+
+def _prompt(rng: random.Random, num_tokens: int) -> list[int]:
+    return [rng.randrange(50_000) for _ in range(num_tokens)]
+
+
+def _requests(server: Server, rng: random.Random, num_requests: int) -> dict[str, float]:
+    prompts = [_prompt(rng, PROMPT_TOKENS) for _ in range(num_requests)]
+    seconds: dict[str, float] = {}
+    for name in ("miss", "hit"):
+        server.seconds, loaded = 0.0, server.loaded_tokens
+        for first in range(0, num_requests, IN_FLIGHT):
+            for prompt in prompts[first : first + IN_FLIGHT]:
+                server.add(prompt, GENERATED)
+            server.run()
+        seconds[name] = server.seconds / num_requests
+        loaded = server.loaded_tokens - loaded
+        server.drain()
+        if not server.scheduler.kv_cache_manager.reset_prefix_cache():
+            raise InternalError("vLLM did not empty its prefix cache")
+        if name == "hit" and server.scheduler.connector is not None:
+            expected = num_requests * (PROMPT_TOKENS - BLOCK_TOKENS)
+            if loaded != expected:
+                raise InternalError(f"{loaded} tokens were loaded instead of {expected}")
+    return seconds
+
+
+def _steps(server: Server, rng: random.Random, _: int) -> dict[str, float]:
+    for i in range(RUNNING):
+        # The requests complete their blocks in different steps.
+        server.add(_prompt(rng, 64 + i % BLOCK_TOKENS), 4 * BLOCK_TOKENS)
+    while any(r.num_output_tokens == 0 for r in server.scheduler.requests.values()):
+        server.step()
+    seconds = _steps_of(server)
+    server.run()
+    return {str(RUNNING): seconds}
+
+
+def _waiting(server: Server, rng: random.Random, _: int) -> dict[str, float]:
+    prompt = _prompt(rng, WAITING_TOKENS)
+    server.add(prompt[: WAITING_TOKENS // 2], 1)
+    server.run()
+    server.drain()
+    if not server.scheduler.kv_cache_manager.reset_prefix_cache():
+        raise InternalError("vLLM did not empty its prefix cache")
+    running = [server.add(_prompt(rng, WAITING_TOKENS // 8), 80) for _ in range(4)]
+    while not all(request.num_output_tokens for request in running):
+        server.step()
+    alone = _steps_of(server)
+    waiting = server.add(prompt, 1)
+    server.step()
+    seconds = _steps_of(server) - alone
+    if waiting.num_computed_tokens:
+        raise InternalError("the waiting request was scheduled")
+    server.scheduler.finish_requests(waiting.request_id, RequestStatus.FINISHED_ABORTED)
+    server.run()
+    return {str(WAITING_TOKENS): seconds}
+
+
+def _steps_of(server: Server) -> float:
+    """Return the mean time of a step; in these steps, each request completes the same blocks."""
+    server.seconds, num_steps = 0.0, 2 * BLOCK_TOKENS
+    for _ in range(num_steps):
+        server.step()
+    return server.seconds / num_steps
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.vllm_scheduler", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    args = parser.parse_args()
+    results = run(args.quick)
+    measured = harness.Run(machine=harness.machine(), benches={"vllm_scheduler": results})
+    harness.save_each(measured, measured.benches)
+    for name, value in harness.flatten(results).items():
+        print(f"{name:30} {value:10.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
