@@ -167,10 +167,9 @@ class CacheConfig:
         store_queue_blocks: blocks that may wait for a save; further blocks are not saved, and
             counted in ``dropped_saves`` of the statistics.
         external_device: True if a server owns the device blocks, and names them with
-            ``lease.assign``: the engine keeps host memory and the stores only. Each further group
-            of the server's blocks is one of ``windows``. ``device_blocks`` is
+            ``lease.assign``: the engine keeps host memory and the stores only. ``device_blocks`` is
             then the number of blocks of the server's tensors, whose ids are 0 to
-            ``device_blocks - 1``.
+            ``device_blocks - 1``. Each further group of the server's blocks is one of ``windows``.
         prefill_tokens_per_second: speed at which the model computes a prompt. The engine
             fetches blocks from a store only if the prompt is then ready sooner than by computing
             them. None to measure the speed.

@@ -215,6 +215,40 @@ def _time(microseconds: float) -> str:
     return f"{microseconds:.0f} µs" if microseconds < 1_000 else f"{microseconds / 1e3:.0f} ms"
 
 
+def test_times_of_a_decode_step_and_of_long_prompts():
+    steps = results("steps")["benches"]["steps"]
+    leases = ("64_leases", "256_leases")
+    decode = steps["decode_us"]
+    rows = {
+        "`engine.advance` with": [decode[n]["advance"] for n in leases],
+        "`engine.computing` of": [decode[n]["computing"] for n in leases],
+        "`engine.step` |": [decode[n]["step"] for n in leases],
+        "the three together": [decode[n]["all"] for n in leases],
+        "the three in one crossing": [decode[n]["in_a_thread"] for n in leases],
+        "the same step by `extend`": [decode[n]["single_verbs"] for n in leases],
+    }
+    means = [decode[n]["mean"] for n in leases]
+    for name, server in (("vLLM", "vllm"), ("SGLang", "sglang")):
+        other = results(f"steps-{server}")["benches"]["steps"]["others_us"][server]
+        rows[f"{name} {other['version']}"] = [other[n]["all"] for n in leases]
+        if server == "vllm":  # completes blocks in some of the steps, as aiokv does
+            means += [other[n]["mean"] for n in leases]
+    for beginning, times in rows.items():
+        assert cells_of(MEASURED, beginning)[1:] == [f"{time:,.0f}" for time in times]
+    tokens, held = steps["tokens_us"], steps["held_ms"]
+    section = MEASURED[MEASURED.index("## A decode step") : MEASURED.index("## Index\n")]
+    text = " ".join(section[section.index("SGLang's slots") :].split())
+    figures = re.findall(r"[\d,.]+ (?:and [\d,.]+ )?[µm]s", text)
+    assert figures == [
+        "{:,.0f} and {:,.0f} µs".format(*means[:2]),
+        "{:,.0f} and {:,.0f} µs".format(*means[2:]),
+        *(f"{tokens[f'match_{kind}']:.0f} µs" for kind in ("int32", "int64", "list")),
+        f"{tokens['append_one']:.1f} µs",
+        *(f"{held[name]:.1f} ms" for name in ("match", "allocate", "commit", "step", "prefetch")),
+        f"{held['open']:.0f} ms",
+    ]
+
+
 def test_the_http_server_to_copy_has_as_many_lines_as_the_pages_say():
     lines = len((ROOT / "aiokv/demo/http_server.py").read_text().splitlines())
     pages = [README, *(path.read_text() for path in (ROOT / "docs").rglob("*.md"))]

@@ -11,7 +11,7 @@ from aiokv import CacheConfig, LeaseState, WindowGroup
 from aiokv.base.plan import OFFLOAD, ONLOAD
 from aiokv.errors import ConfigError, LeaseError, UsageError
 from aiokv.stores import DiskStore
-from aiokv.testing import ScriptedStore, spin
+from aiokv.testing import ManualEvent, ScriptedStore, run_until_idle
 from tests.harness.cache import BLOCK_TOKENS, prompt
 from tests.harness.closing import complete_during
 from tests.harness.external import ExternalCache
@@ -229,12 +229,24 @@ async def test_server_may_not_write_a_block_that_it_frees_before_the_lease_is_id
         for other in cache.copies(OFFLOAD):
             if other is not copy:
                 other.complete_all()
-        await spin(3)
+        await run_until_idle(lambda: cache.statistics.attention.offloaded_blocks == 6)
         assert not lease.is_idle
         copy.complete_all()
-        await spin(3)
-        assert lease.is_idle
+        await lease.idle()
         lease.release()
+
+
+async def test_saves_of_a_group_wait_for_the_step_that_computes_its_blocks():
+    async with GroupCache("near") as cache:
+        lease = await cache.begin_request(A, 0, {"near": range(6)})
+        cache.write_request(A, 0, {"near": range(6)})
+        event = ManualEvent()
+        lease.commit(len(A), ready=event)
+        await run_until_idle(lambda: len(cache.copies(OFFLOAD)) == 2)
+        assert [copy.after for copy in cache.copies(OFFLOAD)] == [event, event]
+        event.complete()
+        lease.release()
+        await cache.finish()
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -251,24 +263,29 @@ async def test_block_that_is_assigned_while_a_save_reads_it_is_not_cached(begun)
             tensor[freed] = 0
         await cache.finish()
         assert cache.counts("offloaded_blocks") == {"near": 5}
+        await lease.idle()
         lease.release()
         other.release()
         assert await cache.check_cached(A, 1) == 5
 
 
-async def test_ids_are_forgotten_by_the_commit_that_covers_them():
-    """A store brings the block of attention later, when the server has reused the window's id."""
-    async with GroupCache("near", write_policy="nth_use:2") as cache:
-        lease = await cache.compute_request(A, 0)
-        lease.append(prompt(1, 7)[25:])
-        for tensor in cache.groups["near"].memory.tensors:
-            tensor[:] = 0
-        await cache.store_request(A, 1)
-        lease.assign([118], groups={"near": [117]})
+async def test_blocks_committed_during_the_load_of_their_lease_are_not_saved_after_it():
+    """The server may free them from the commit on."""
+    async with GroupCache("near") as cache:
+        await cache.store_request(A)
+        tokens = prompt(1, 7)
+        lease = await cache.granted(tokens)
+        blocks = {"near": [4, 5, 6]}
+        lease.assign(_ids(1), groups=cache.rows(1, blocks))
+        words = cache.memory.words(tokens)
+        cache.memory.write(_ids(1)[6:], words[6:])
         lease.commit(28)
+        for tensor in cache.groups["near"].memory.tensors:
+            tensor[cache.rows(1, blocks)["near"][6]] = 0
         await cache.finish()
         lease.release()
-        assert await cache.check_cached(A, 2) == 6
+        assert cache.statistics.attention.offloaded_blocks == 7
+        assert cache.counts("offloaded_blocks") == {"near": 6}
 
 
 @pytest.mark.parametrize("name", ["near", "mamba", "full"])
@@ -281,7 +298,7 @@ async def test_failed_load_of_a_group_fails_the_lease(name):
                 copy.fail_all(block=0)
             else:
                 copy.complete_all()
-        await spin(3)
+        await run_until_idle(lambda: not lease.transfer_ids)
         assert (lease.state, lease.cached_tokens) == (LeaseState.FAILED, 0)
         with pytest.raises(LeaseError, match="preempt the lease"):
             lease.recompute_from()
@@ -306,7 +323,7 @@ async def test_failed_load_fails_the_leases_that_share_its_block():
         )
         (attention,) = [copy for copy in cache.copies(ONLOAD) if copy.group == "attention"]
         attention.complete_all()
-        await spin(3)
+        await run_until_idle(lambda: len(lease.transfer_ids) == 1)
         words = cache.memory.words(prompt(1, 7))
         cache.memory.write([110], words[6:])
         other.commit(28)
@@ -315,6 +332,7 @@ async def test_failed_load_fails_the_leases_that_share_its_block():
         window.fail_all(block=1)
         await cache.finish()
         assert other.state is LeaseState.FAILED
+        assert cache.statistics.attention.offloaded_blocks == 6
         lease.release()
         other.release()
         assert cache.hit(prompt(1, 7)) == (0, 5), "the wrong copy, and the block behind it"
@@ -381,6 +399,28 @@ async def test_restart_continues_from_groups_on_disk(names, tmp_path):
         lease.release()
         needed = {name: len(blocks) for name, blocks in second.needed(6).items()}
         assert second.counts("fetched_blocks") == needed
+
+
+async def test_copies_that_a_store_brings_during_their_save_are_kept():
+    store = ScriptedStore()
+    async with GroupCache("near", stores=[store]) as cache:
+        await cache.store_request(A)
+    async with GroupCache("near", stores=[ScriptedStore(objects=store.objects)]) as cache:
+        lease = await cache.compute_request(A, 0)
+        await run_until_idle(lambda: len(cache.copies(OFFLOAD)) == 2)
+        for copy in cache.copies(OFFLOAD):
+            if copy.group == "attention":
+                copy.complete_all()
+        await run_until_idle(lambda: cache.statistics.attention.offloaded_blocks == 6)
+        other = await cache.granted(A, wait_store=math.inf)
+        assert other.cached_tokens == 24
+        assert len(cache.copies(OFFLOAD)) == 1
+        await cache.finish()
+        assert cache.counts("fetched_blocks") == {"near": 2}
+        assert cache.counts("offloaded_blocks") == {"near": 4}
+        lease.release()
+        other.release()
+        assert await cache.check_cached(A, 1) == 6
 
 
 async def test_damaged_copy_of_a_group_makes_the_hit_shorter():

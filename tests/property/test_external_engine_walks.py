@@ -16,6 +16,8 @@ Checked at the end: every block is free, and all cached bytes are right.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import random
 from contextlib import suppress
@@ -28,7 +30,7 @@ from aiokv import Item, LeaseState
 from aiokv.engine.observers import LeasePhase, TransferSpan
 from aiokv.errors import LeaseError
 from aiokv.observe.metrics import exposition
-from aiokv.testing import record, replay_transitions, running_clock, spin
+from aiokv.testing import ScriptedStore, record, replay_transitions, running_clock, spin
 from aiokv.trace.format import read_trace
 from tests.harness.cache import BLOCK_TOKENS
 from tests.harness.closing import complete_during
@@ -69,8 +71,10 @@ class Request:
 
 
 class Walk:
-    def __init__(self, cache: ExternalCache, rng: random.Random) -> None:
-        self.cache, self.engine, self.rng = cache, cache.engine, rng
+    def __init__(
+        self, cache: ExternalCache, rng: random.Random, store: ScriptedStore | None = None
+    ) -> None:
+        self.cache, self.engine, self.rng, self.store = cache, cache.engine, rng, store
         self.groups = cache.groups
         self.device_blocks = cache.engine.config.device_blocks
         self.server = ExternalDevice(self.device_blocks)
@@ -80,6 +84,7 @@ class Walk:
         self.recorded = 0
         self.served_hits = 0
         self.controls = 0.3 if self.groups else 1.0  # weight of resets, sleep, and so on
+        self.updates = False  # whether the weights are being updated: allocate waits
         self.failed = 0  # leases whose loads have failed, with groups
 
     # --- requests -------------------------------------------------------------------------------
@@ -90,7 +95,7 @@ class Walk:
         self.leases[id(lease)] = lease
         return Request(lease, tokens, f"{salt}|{item}", weights)
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         rng = self.rng
         if len(self.requests) == 5:
             self.end()
@@ -100,8 +105,11 @@ class Walk:
         salt, item = rng.choice(["", "", "tenant"]), rng.choice([0, 0, 1, 2])
         self.prompts.add((tuple(tokens), salt, item))
         request = self.match(tokens, salt, item, self.cache.memory.weights)
-        ttl = rng.choice([None, None, 1.0])
-        if not request.lease.try_allocate(len(tokens), ttl_seconds=ttl):
+        ttl = None if self.store is not None else rng.choice([None, None, 1.0])
+        if self.store is not None and not self.updates and rng.random() < 0.5:
+            fetching = request.lease.allocate(len(tokens), ttl_seconds=ttl, wait_store=math.inf)
+            await self.completing(fetching)
+        elif not request.lease.try_allocate(len(tokens), ttl_seconds=ttl):
             request.lease.release()
             return
         self.requests.append(request)
@@ -364,8 +372,21 @@ class Walk:
         else:
             copy.complete_all()
 
+    def damage(self) -> None:
+        """Let the store have wrong bytes of a group."""
+        if self.store is not None:
+            part = self.rng.choice([self.store, *self.store.parts.values()])
+            part.corrupt("load", block=self.rng.randrange(2))
+
     async def completing(self, verb: Awaitable[object]) -> None:
-        await complete_during(verb, self.cache.device)
+        if self.store is None:
+            await complete_during(verb, self.cache.device)
+            return
+        task = asyncio.ensure_future(verb)
+        while not task.done():  # a store that was refused is asked again after a while
+            self.cache.device.complete_all()
+            await running_clock().advance(0.01)
+        await task
 
     async def control(self) -> None:
         verb = self.rng.choice(["reset", "weights", "sleep", "evict", "drain", "pause"])
@@ -376,9 +397,11 @@ class Walk:
             await self.completing(updating.__aenter__())
             self.cache.memory.weights += 1
             self.collect()
+            self.updates = True
             for _ in range(self.rng.choice((0, 10, 30))):
                 await self.act(controls=False)
                 self.check_nothing_is_cached()
+            self.updates = False
             await self.completing(updating.__aexit__(None, None, None))
         elif verb == "sleep":
             await self.sleep(self.rng.choice([["device"], ["host"], ["device", "host"]]))
@@ -424,8 +447,9 @@ class Walk:
                 "copy",
                 "spin",
                 "control",
+                "damage",
             ],
-            [6, 6, 3, 2, 1, 2, 1, 8 + 4 * len(self.groups), 4, controls * self.controls],
+            [6, 6, 3, 2, 1, 2, 1, 8 + 4 * len(self.groups), 4, controls * self.controls, 0.3],
         )[0]
         if verb in ("compute", "decode", "truncate", "preempt"):
             if not self.requests:
@@ -449,15 +473,20 @@ class Walk:
         """Release all leases, and read all cached blocks back."""
         while self.requests:
             self.end()
-        await self.cache.finish()
+        await self.completing(self.engine.drain())
         self.collect()
         assert len(self.server.free) == self.device_blocks
         assert self.engine.statistics().leases == 0
+        await self.read_back()
+
+    async def read_back(self) -> None:
+        """Compare all that is cached of the prompts."""
         for tokens, salt, item in sorted(self.prompts):
             request = self.match(list(tokens), salt, item, self.cache.memory.weights)
-            assert request.lease.try_allocate(len(tokens))
+            wait_store = 0.0 if self.store is None else math.inf
+            await self.completing(request.lease.allocate(len(tokens), wait_store=wait_store))
             self.assign(request)
-            await self.cache.finish()
+            await self.completing(self.engine.drain())
             self.check(request)
             request.lease.release()
             self.give_up_all(request)
@@ -524,6 +553,33 @@ async def test_random_walk_of_groups(names: tuple[str, ...], policy: str, seed: 
     for name in names:
         assert statistics.groups[name].offloaded_blocks
     assert replay_transitions(transitions.log) > OPERATIONS
+
+
+@pytest.mark.clock
+@pytest.mark.asyncio
+@pytest.mark.parametrize("names", [("near", "far"), ("mamba", "far")])
+@pytest.mark.parametrize("seed", range(30 if DEEP else 3))
+async def test_random_walk_of_groups_with_a_store(names: tuple[str, ...], seed: int):
+    """The store has wrong bytes at times; an engine that begins with the store serves the same."""
+    store, prompts = ScriptedStore(), set()
+    for restarted in (False, True):
+        store = ScriptedStore(objects=store.objects)
+        cache = ExternalCache(
+            device_blocks=DEVICE_BLOCKS * 3,
+            host_blocks=HOST_BLOCKS,
+            groups=external_groups(names, DEVICE_BLOCKS * 3, 6),
+            stores=[store],
+        )
+        async with cache:
+            walk = Walk(cache, random.Random(f"{names} {seed} {restarted}"), store)
+            walk.prompts = prompts
+            if restarted:
+                await walk.read_back()
+            for _ in range(OPERATIONS):
+                await walk.act()
+            await walk.finish()
+            groups = cache.engine.statistics().groups
+        assert all(groups[name].saved_blocks for name in names)
 
 
 def is_cancelled_onload(span: TransferSpan) -> bool:

@@ -89,6 +89,11 @@ class FreedBlocks:
         if use.block_ids and not use.is_over(self._ended_step):
             self._uses.append(use)
 
+    @property
+    def ended_step(self) -> int:
+        """The last step that has ended."""
+        return self._ended_step
+
     def note_ended(self, step: int) -> None:
         """Note that all steps up to ``step`` have ended."""
         self._ended_step = max(self._ended_step, step)

@@ -16,8 +16,12 @@ from aiokv.base.logs import Log
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm.config import CacheConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.request import Request
 
 log = Log(__name__)
 
@@ -26,19 +30,26 @@ TESTED: Final = ("0.22.1", "0.27.1", "0.32.0")
 """Versions that ``make test-vllm VLLM=...`` runs."""
 
 
+def _release_of(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release; those of the newest one for a build of a clone."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    if release is None or "dev" in version:  # without tags, it is 0.1.dev1
+        return _release_of(TESTED[-1])
+    return tuple(int(number) for number in release[0].split("."))
+
+
 def check_version(version: str = vllm.__version__) -> None:
     """Log the version of vLLM, and whether the connector was tested with it.
 
     Raises:
         ConfigError: the version is older than OLDEST.
     """
-    release = re.match(r"\d+(\.\d+)*", version)
-    numbers = tuple(int(number) for number in release[0].split(".")) if release else OLDEST
-    if numbers < OLDEST and "dev" not in version:  # a build of a clone without tags is 0.1.dev1
+    if _release_of(version) < OLDEST:
         raise ConfigError(
             f"vLLM is {version}; AiokvConnector serves {OLDEST[0]}.{OLDEST[1]} and newer",
             hint=f"install vLLM {TESTED[-1]}",
         )
+    release = re.match(r"[\d.]*\d", version)
     is_tested = release is not None and release[0] in TESTED
     log.info("vllm.version", version=version, tested=is_tested)
 
@@ -71,3 +82,45 @@ def hit_sources(num_tokens: int, num_fetched: int, *, from_disk: bool) -> dict[A
     store = CacheHitSource.DISK if from_disk else CacheHitSource.EXTERNAL_UNSPECIFIED
     counts = {CacheHitSource.HOST: num_tokens - num_fetched, store: num_fetched}
     return {source: count for source, count in counts.items() if count}
+
+
+CAN_FAIL_REQUESTS: Final = hasattr(KVConnectorBase_V1, "get_transfer_results")
+"""True if vLLM computes a request again whose load has failed, with any number of groups (0.30)."""
+
+
+CAN_LOAD_STATES: Final = _release_of(vllm.__version__) >= (0, 27)
+"""True if vLLM computes behind recurrent state that a connector has loaded."""
+
+KEEPS_READ_BLOCKS: Final = _release_of(vllm.__version__) >= (0, 27)
+"""True if vLLM frees no block of a window that a step in flight reads."""
+
+
+def tokens_in_flight(request: Request) -> int:
+    """Return the positions of steps that were scheduled and have not ended.
+
+    Returns:
+        0 without ``KEEPS_READ_BLOCKS``.
+    """
+    return int(request.num_in_flight_tokens) if KEEPS_READ_BLOCKS else 0
+
+
+def boundary_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, int]]]:
+    """Return the blocks with recurrent state at the end of a block, by request; vLLM 0.32 has them.
+
+    Returns:
+        Index of the group, block, and number of positions behind which it has the state.
+    """
+    state = getattr(output, "kv_connector_block_state", None)
+    return {} if state is None else state.boundary_state_offloads
+
+
+def leave_unzeroed(output: SchedulerOutput, block_ids: Collection[int]) -> None:
+    """Keep the workers from zeroing blocks that a load writes.
+
+    vLLM zeroes new blocks of models with recurrent state, at the beginning of a step that may run
+    beside the load. Newer versions leave these blocks out themselves.
+    """
+    if block_ids and output.new_block_ids_to_zero:
+        output.new_block_ids_to_zero = [
+            block for block in output.new_block_ids_to_zero if block not in block_ids
+        ]

@@ -6,16 +6,16 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config import CUDAGraphMode
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    SinkFullAttentionSpec,
-    UniformTypeKVCacheSpecs,
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
 )
 
 from aiokv.base.logs import Log, join_log
 from aiokv.connectors.vllm import compat, opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
+from aiokv.connectors.vllm.groups import KVGroups
 from aiokv.connectors.vllm.link import LoadQueue
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -45,7 +46,7 @@ log = Log(__name__)
 REPORT_SECONDS: Final = 1.0
 
 
-class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Host memory and stores of aiokv as further tiers below vLLM's KV cache.
 
     vLLM makes one object per role; the scheduler half decides, the worker halves copy. Settings:
@@ -74,6 +75,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             compat.check_version()
             self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
             self._pool = VllmBlocks()
+            groups = KVGroups.of(kv_cache_config)
             reason = why_prefixes_are_forbidden(vllm_config, kv_cache_config)
             if reason is not None:
                 log.warning("vllm.prefixes_forbidden", reason=reason)
@@ -81,7 +83,8 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._cache,
                 self._options,
                 is_active=reason is None,
-                block_tokens=opening.block_tokens_of(kv_cache_config),
+                groups=groups,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 pool=self._pool,
                 link=LoadQueue(
                     opening.block_bytes_of(vllm_config, kv_cache_config),
@@ -147,8 +150,14 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return the requests whose loads have ended; no request waits for a save."""
         return None, self._half_of_worker.take_loaded() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose loads have ended, and those that vLLM computes anew."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._half_of_worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks whose loads have failed."""
+        """Return blocks whose loads have failed; none with several groups."""
         return self._half_of_worker.take_failed()
 
     def clear_connector_metadata(self) -> None:
@@ -187,8 +196,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Begin the load of a request into its new blocks."""
-        (block_ids,) = blocks.get_block_ids()
-        self._half_of_scheduler.allocated(request, block_ids, num_external_tokens)
+        self._half_of_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -219,6 +227,12 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Note the end of a request; vLLM may free its blocks at once."""
         self._half_of_scheduler.finished(request)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Note the end of a request; vLLM may free its blocks of all groups at once."""
+        return self.request_finished(request, [])
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the changes of the blocks in host memory since the last call."""
@@ -321,24 +335,13 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "scales, which stored blocks do not have",
             hint="drop --calculate-kv-scales, or stores",
         )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+    groups = KVGroups.of(kv_cache_config)
+    if groups.sides and parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"the model has {len(groups)} KV cache groups ({kinds}); AiokvConnector serves one",
-            hint="--disable-hybrid-kv-cache-manager makes one group of full attention and sliding "
-            "windows; models with recurrent state are not served",
+            f"the model has {len(groups.layers)} KV cache groups, and pipeline_parallel_size is "
+            f"{parallel.pipeline_parallel_size}; AiokvConnector does not serve both together",
+            hint="use tensor parallelism only",
         )
-    spec = groups[0].kv_cache_spec
-    kinds_of = (
-        spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-    )
-    for kind in kinds_of:
-        if not isinstance(kind, FullAttentionSpec) or isinstance(kind, SinkFullAttentionSpec):
-            raise ConfigError(
-                f"the KV cache is of the kind {type(kind).__name__}; AiokvConnector serves full "
-                "attention (MHA, GQA, MLA), whose blocks stay until a request ends"
-            )
     if options.load == "layerwise" and parallel.pipeline_parallel_size > 1:
         raise ConfigError(
             f'load is "layerwise" and pipeline_parallel_size is {parallel.pipeline_parallel_size}: '

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.base.memory import available_bytes
 from aiokv.base.units import format_bytes
-from aiokv.config.cache_config import CacheConfig
+from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.connectors.vllm import tensors_here
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.events import EventCollector
+from aiokv.connectors.vllm.groups import KVGroups
 from aiokv.connectors.vllm.sources import EngineSource, RankSource
-from aiokv.connectors.vllm.tensors import LayerTensors, page_bytes_of
+from aiokv.connectors.vllm.tensors import LayerTensors, first_tensor, page_bytes_of
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import ConfigError
 from aiokv.layout.host_format import pitch_bytes
@@ -26,8 +27,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from aiokv.base.groups import Retention
     from aiokv.connectors.vllm.options import Options
     from aiokv.connectors.vllm.worker import Source
+
+
+HOST_SHARES: Final[dict[Retention, float]] = {"all": 1.0, "window": 1.0, "last": 0.25}
+"""Blocks of a side group in host memory per block of the main group.
+
+A state is saved where a step ends, at most once per block, and most often once per prompt.
+"""
 
 
 def open_cache(
@@ -77,6 +86,7 @@ def cache_config(
     Raises:
         ConfigError: a setting is wrong, or host memory is less than one block.
     """
+    groups = KVGroups.of(kv_cache_config)
     num_ranks = vllm_config.parallel_config.world_size
     if options.host_bytes > (available := available_bytes()):
         raise ConfigError(
@@ -84,21 +94,35 @@ def cache_config(
             f"group of this process, has {format_bytes(available)} available",
             hint="set host_gib or cpu_bytes_to_use to less, and leave some memory for vLLM",
         )
-    block_bytes = block_bytes_of(vllm_config, kv_cache_config)
     with_stores = bool(options.stores)
-    block_bytes = pitch_bytes(block_bytes // num_ranks, with_stores=with_stores) * num_ranks
-    host_blocks = options.host_bytes // block_bytes
+    block_bytes = sum(
+        pitch_bytes(one_block, with_stores=with_stores) * share
+        for one_block, share in (
+            (groups.block_bytes, 1.0),
+            *((side.block_bytes, HOST_SHARES[side.retention]) for side in groups.sides),
+        )
+    )
+    host_blocks = int(options.host_bytes // (block_bytes * num_ranks))
     if host_blocks == 0:
         raise ConfigError(
             f"host memory of {options.host_bytes} bytes is less than one block, which has "
-            f"{block_bytes} bytes over all ranks",
+            f"{block_bytes * num_ranks:.0f} bytes over all ranks and groups",
             hint="set host_gib or cpu_bytes_to_use to more",
         )
     return CacheConfig(
         external_device=True,
         device_blocks=kv_cache_config.num_blocks,
-        block_tokens=block_tokens_of(kv_cache_config),
+        block_tokens=groups.block_tokens,
         host_blocks=host_blocks,
+        windows={
+            side.name: WindowGroup(
+                retention=side.retention,
+                window_tokens=side.window_tokens,
+                device_blocks=kv_cache_config.num_blocks,
+                host_blocks=max(int(host_blocks * HOST_SHARES[side.retention]), 1),
+            )
+            for side in groups.sides
+        },
         write_policy=options.write_policy,
         eviction_policy=options.eviction_policy,
         min_onload_tokens=options.min_load_tokens,
@@ -157,14 +181,17 @@ def worker_half(
         ConfigError: the layout of a tensor is unknown, or a setting is wrong.
     """
     pages = page_bytes_of(kv_cache_config.kv_cache_groups)
+    sizes = {
+        first_tensor(kv_caches[name]).data_ptr(): size
+        for name, size in pages.items()
+        if name in kv_caches
+    }
     for name, tensor in kv_caches.items():  # layers that share the tensor of another one
-        owner = next(
-            (n for n in pages if n in kv_caches and kv_caches[n].data_ptr() == tensor.data_ptr()),
-            None,
-        )
-        if name not in pages and owner is not None:
-            pages[name] = pages[owner]
-    layers = LayerTensors(kv_caches, pages, kv_cache_config.num_blocks)
+        size = sizes.get(first_tensor(tensor).data_ptr())
+        if size is not None:
+            pages.setdefault(name, size)
+    groups = KVGroups.of(kv_cache_config)
+    layers = LayerTensors(kv_caches, pages, kv_cache_config.num_blocks, groups)
     engine_id = engine_id_of(vllm_config)
     rank = vllm_config.parallel_config.rank
     source: Source
@@ -185,6 +212,7 @@ def worker_half(
         source,
         options.transfer_timeout_seconds,
         is_async=schedules_ahead(vllm_config),
+        has_sides=bool(groups.sides),
     )
 
 
@@ -272,12 +300,6 @@ def block_bytes_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
     pages = page_bytes_of(kv_cache_config.kv_cache_groups)
     num_ranks: int = vllm_config.parallel_config.world_size
     return sum(pages.values()) * num_ranks
-
-
-def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
-    """Return the positions per block."""
-    (group,) = kv_cache_config.kv_cache_groups
-    return int(group.kv_cache_spec.block_size)
 
 
 def engine_id_of(vllm_config: VllmConfig) -> str:

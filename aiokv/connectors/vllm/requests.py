@@ -10,6 +10,7 @@ import numpy as np
 from aiokv.base import checks
 from aiokv.base.logs import Log
 from aiokv.base.types import Item
+from aiokv.connectors.vllm.groups import BlockTables
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,12 +87,14 @@ class Onload:
         first: first position, which follows vLLM's own hit.
         end: position behind the last one.
         in_step: True if the first step of the request waits for the blocks layer by layer.
+        after_step: last step that was sent to the workers before vLLM has given the blocks.
         started: True after the transfers have begun.
     """
 
     first: int
     end: int
     in_step: bool
+    after_step: int = 0
     started: bool = False
 
 
@@ -112,7 +115,10 @@ class CachedRequest:
         granting: the wait for blocks of the stores; None when the lease is granted.
         loads_in_step: True if, as of the last match, the first step should wait for the load.
         onload: the load that the request waits for or has waited for.
-        table: vLLM's blocks of the request.
+        tables: vLLM's blocks of the request.
+        kept_tokens: vLLM has the blocks that computing behind this many positions needs; it may
+            have freed others, of windows and states.
+        saving: blocks of windows and states that the last commit saves.
         assigned: leading blocks of the table that the lease knows.
         committed: leading blocks of the table that were committed.
         computed: leading positions whose steps have ended.
@@ -132,7 +138,9 @@ class CachedRequest:
     granting: EngineFuture[Any] | None = None
     loads_in_step: bool = False
     onload: Onload | None = None
-    table: list[int] = field(default_factory=list)
+    tables: BlockTables = field(default_factory=BlockTables)
+    kept_tokens: int = 0
+    saving: list[int] = field(default_factory=list)
     assigned: int = 0
     committed: int = 0
     computed: int = 0
@@ -142,6 +150,11 @@ class CachedRequest:
     @property
     def request_id(self) -> str:
         return str(self.request.request_id)
+
+    @property
+    def table(self) -> list[int]:
+        """vLLM's blocks of the request in the main group."""
+        return self.tables.main
 
     @property
     def was_preempted(self) -> bool:

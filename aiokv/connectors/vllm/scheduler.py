@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from aiokv.base.logs import Log
+from aiokv.connectors.vllm import compat
 from aiokv.connectors.vllm.blocks import FreedBlocks
+from aiokv.connectors.vllm.groups import NO_BLOCK
 from aiokv.connectors.vllm.messages import Load, StepMetadata
 from aiokv.connectors.vllm.prefills import PrefillClock
 from aiokv.connectors.vllm.requests import (
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.blocks import VllmBlocks
     from aiokv.connectors.vllm.cache import HostCache
+    from aiokv.connectors.vllm.groups import KVGroups
     from aiokv.connectors.vllm.link import LoadQueue
     from aiokv.connectors.vllm.options import Options
     from aiokv.sync import Answer, Calls, SyncLayers, SyncLease
@@ -71,7 +74,8 @@ class SchedulerHalf:
         cache: the engine.
         options: settings of the connector.
         is_active: False to compute all requests without the cache.
-        block_tokens: positions per block of vLLM.
+        groups: the groups of vLLM's KV cache.
+        step_tokens: most positions that a step of vLLM computes.
         pool: vLLM's blocks.
         link: the loads in flight.
     """
@@ -82,7 +86,8 @@ class SchedulerHalf:
         options: Options,
         *,
         is_active: bool = True,
-        block_tokens: int,
+        groups: KVGroups,
+        step_tokens: int,
         pool: VllmBlocks,
         link: LoadQueue,
     ) -> None:
@@ -90,13 +95,16 @@ class SchedulerHalf:
         self._pool = pool
         self._link = link
         self._is_active = is_active
-        self._block_tokens = block_tokens
+        self._groups = groups
+        self._step_tokens = step_tokens
+        self._block_tokens = groups.block_tokens
         self._layerwise = options.load == "layerwise"
         self._follows_resets = options.follow_resets
         self._wait_store = options.store_wait_seconds if options.stores else 0.0
         self._timeout = options.transfer_timeout_seconds
         self._step = 0
         self._requests: dict[str, CachedRequest] = {}
+        self._computed_anew: set[str] = set()  # requests whose loads have failed
         self._waiting: dict[str, CachedRequest] = {}  # matched, without blocks of vLLM
         self._loading: dict[str, CachedRequest] = {}  # hold blocks that are or were loaded
         self._deferred: list[CachedRequest] = []  # requests whose loads wait for blocks in use
@@ -131,6 +139,10 @@ class SchedulerHalf:
             self._follow_reset()
         cached = self._requests.get(request.request_id)
         if cached is not None and not self._keeps_match(cached, local):
+            # vLLM still reserves the blocks of a load that has failed, and might wait forever for
+            # as many again: such a request is computed.
+            if cached.onload is not None:
+                self._computed_anew.add(cached.request_id)
             self._leave(cached)
             cached = None
         if cached is None:
@@ -174,7 +186,7 @@ class SchedulerHalf:
             return False
         return self._link.suits_step(
             found // self._block_tokens,
-            deferred_blocks=sum(len(self._targets(other)) for other in self._deferred),
+            deferred_blocks=sum(self._num_loading(other) for other in self._deferred),
             has_others=self._computes_more
             or any(
                 request_id in self._requests and request_id != cached.request_id
@@ -186,7 +198,11 @@ class SchedulerHalf:
         """Return a request with a lease, or without one if it is computed without the cache."""
         wishes = Parameters.of(request)
         cached = CachedRequest(request, local, request.num_preemptions, wishes)
-        read = wishes.read and not request.skip_reading_prefix_cache
+        read = (
+            wishes.read
+            and not request.skip_reading_prefix_cache
+            and request.request_id not in self._computed_anew
+        )
         if not (read or wishes.write) or not self._serves(request):
             return cached
         cached.matched_at = time.monotonic()
@@ -248,8 +264,10 @@ class SchedulerHalf:
         size = self._block_tokens
         # vLLM computes at least the last position, for its logits.
         last = (cached.request.num_tokens - 1) // size * size
-        end = min(lease.cached_tokens // size * size, last)
-        return int(max(end - cached.local, 0))
+        end = lease.cached_tokens // size * size
+        if end > last and self._groups.sides:
+            return 0  # the other groups have what they need at the end of the hit only
+        return int(max(min(end, last) - cached.local, 0))
 
     def _has_room(self, cached: CachedRequest) -> bool:
         """Return False if requests that hold loaded blocks might wait for one another.
@@ -265,27 +283,32 @@ class SchedulerHalf:
     @property
     def _room(self) -> int:
         """Free blocks of vLLM that are left beside the requests with loaded blocks."""
-        needed = sum(self._blocks_of(other) - len(other.table) for other in self._loading.values())
+        needed = sum(
+            self._blocks_of(other) - len(other.tables.ids()) for other in self._loading.values()
+        )
         return self._pool.num_free - needed
 
     def _blocks_of(self, cached: CachedRequest) -> int:
-        return int(-(-(cached.request.num_tokens + 1) // self._block_tokens))
+        return self._groups.most_blocks(cached.request.num_tokens + 1, self._step_tokens)
 
-    def allocated(self, request: Request, block_ids: Sequence[int], num_loaded: int) -> None:
-        """Note the blocks of a request, and its load, which begins with the next message.
+    def allocated(
+        self, request: Request, block_ids: Sequence[Sequence[int]], num_loaded: int
+    ) -> None:
+        """Note the blocks of a request in all groups, and its load.
 
-        vLLM may call it after ``build`` for a request that waits for its load.
+        The load begins with the next message. vLLM may call this method after ``build`` for a
+        request that waits for its load.
         """
         self._sweep()
         cached = self._requests.get(request.request_id)
         if cached is None:
             return
-        cached.table = list(block_ids)
+        cached.tables.set(self._groups, block_ids)
         is_first = self._waiting.pop(cached.request_id, None) is not None
         self._computes_more |= num_loaded == 0 or cached.loads_in_step
         first = cached.local
         if num_loaded:
-            cached.onload = Onload(first, first + num_loaded, cached.loads_in_step)
+            cached.onload = Onload(first, first + num_loaded, cached.loads_in_step, self._step)
         if is_first and self._queued is not None:
             self._queued += cached.queued_tokens
         if num_loaded == 0:
@@ -294,35 +317,46 @@ class SchedulerHalf:
             self._loading[cached.request_id] = cached
         self._deferred.append(cached)
 
-    def _wait_until_unused(self, block_ids: Sequence[int]) -> None:
+    def _wait_until_unused(self, block_ids: Sequence[int], after_step: int) -> None:
         """Block until no transfer and no step in flight uses blocks that a load writes to.
 
         With asynchronous scheduling, a request may have ended while its next step is computed.
+
+        Args:
+            block_ids: the blocks.
+            after_step: a step that may use them, too.
         """
         self._wait_for_transfers(block_ids)
-        step = self._freed.step_with(block_ids)
-        if step:
+        step = max(after_step, self._freed.step_with(block_ids))
+        if step > self._freed.ended_step:
             self._cache.wait_computed(step)
 
     def _targets(self, cached: CachedRequest) -> list[int]:
         onload = cached.onload
         assert onload is not None
         size = self._block_tokens
-        return cached.table[onload.first // size : onload.end // size]
+        return cached.tables.ids(onload.first // size, onload.end // size)
+
+    def _num_loading(self, cached: CachedRequest) -> int:
+        assert cached.onload is not None
+        return (cached.onload.end - cached.onload.first) // self._block_tokens
 
     def _begin_or_defer(self) -> None:
         """Begin the loads whose blocks are not in use, in one crossing."""
         deferred, self._deferred = self._deferred, []
         loads = []
         for cached in deferred:
-            if cached.ended or cached.onload is None:
+            onload = cached.onload
+            if cached.ended or onload is None:
                 continue
-            if cached.onload.in_step:
-                self._wait_until_unused(self._targets(cached))
-            elif self._freed.are_used(self._targets(cached)):
+            # A step in flight may read blocks of windows and states that vLLM has freed since.
+            after_step = onload.after_step if self._groups.sides else 0
+            if onload.in_step:
+                self._wait_until_unused(self._targets(cached), after_step)
+            elif after_step > self._freed.ended_step or self._freed.are_used(self._targets(cached)):
                 self._deferred.append(cached)
                 continue
-            loads.append((cached, cached.onload))
+            loads.append((cached, onload))
         if loads:
             self._begin(loads)
 
@@ -332,12 +366,14 @@ class SchedulerHalf:
         for cached, onload in loads:
             onload.started = True
             if cached.lease is not None:
+                blocks = onload.end // self._block_tokens
                 answer = calls.assign(
                     cached.lease,
-                    cached.table[: onload.end // self._block_tokens],
+                    cached.table[:blocks],
                     computed_tokens=onload.first,
                     # A step waits for its loads, so they are not copied behind other ones.
                     priority=0 if onload.in_step else cached.parameters.load_priority,
+                    groups=cached.tables.sides_of_hit(self._groups, blocks),
                 )
                 answers.append((cached, cached.lease, answer))
         self._cache.run(calls)
@@ -353,7 +389,7 @@ class SchedulerHalf:
             if layers is not None:
                 cached.assigned = onload.end // self._block_tokens
                 self._cache.note_load(layers)
-                self._link.add(layers, len(targets))
+                self._link.add(layers, self._num_loading(cached))
             ids = () if layers is None else layers.transfer_ids
             self._loads.append(
                 Load(cached.request_id, ids, targets, onload.in_step, failed=layers is None)
@@ -372,6 +408,8 @@ class SchedulerHalf:
         self._finishing.clear()
         self._step += 1
         written = self._record(output)
+        if self._groups.sides:
+            compat.leave_unzeroed(output, self._loading_blocks())
         self._wait_for_transfers(written)
         self._begin_or_defer()
         if not any(load.in_step for load in self._loads):  # the step would wait for them
@@ -396,33 +434,53 @@ class SchedulerHalf:
         ends: list[tuple[CachedRequest, int]] = []
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            table = list(new.block_ids[0])
-            written += table[new.num_computed_tokens // size :]
+            written += self._groups.blocks_of(new.block_ids, new.num_computed_tokens // size)
             self._loading.pop(new.req_id, None)
             cached = self._requests.get(new.req_id)
             if cached is not None:
-                cached.table = table
+                cached.tables.set(self._groups, new.block_ids)
+                cached.kept_tokens = new.num_computed_tokens
                 ends.append((cached, new.num_computed_tokens + scheduled[new.req_id]))
         running = output.scheduled_cached_reqs
         requests, resumed = self._requests, running.resumed_req_ids
+        has_sides = bool(self._groups.sides)
         for request_id, blocks, computed in zip(
             running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
         ):
             cached = requests.get(request_id)
             if blocks is not None:
                 is_resumed = request_id in resumed
-                written += blocks[0][computed // size :] if is_resumed else blocks[0]
+                written += self._groups.blocks_of(blocks, computed // size if is_resumed else 0)
                 if is_resumed:
                     self._loading.pop(request_id, None)
                 if cached is not None and is_resumed:
-                    cached.table = list(blocks[0])
+                    cached.tables.set(self._groups, blocks)
                 elif cached is not None:
-                    cached.table += blocks[0]
+                    cached.tables.extend(self._groups, blocks)
+            if cached is not None and has_sides:
+                cached.kept_tokens = computed - compat.tokens_in_flight(cached.request)
             if cached is not None and (end := computed + scheduled[request_id]) >= cached.due:
                 ends.append((cached, end))
+        if self._groups.states:
+            for cached, end in ends:
+                cached.tables.note_states(self._groups, end)
+            self._note_boundary_states(output)
         self._records[self._step] = _Record(scheduled, ends)
         self._last_scheduled = scheduled
         return written
+
+    def _note_boundary_states(self, output: SchedulerOutput) -> None:
+        """Note the states that the step leaves inside a prompt, where no step ends."""
+        for request_id, states in compat.boundary_states(output).items():
+            cached = self._requests.get(request_id)
+            if cached is not None:
+                for group, block, num_tokens in states:
+                    cached.tables.note_state(self._groups, group, num_tokens, block)
+
+    def _loading_blocks(self) -> set[int]:
+        """Return the blocks that loads of requests that wait, or of this step, write."""
+        loading = {block for load in self._loads for block in load.block_ids}
+        return loading.union(*(self._targets(cached) for cached in self._deferred))
 
     def _wait_for_transfers(self, block_ids: Sequence[int]) -> None:
         """Block until no transfer of an earlier request uses blocks that a step or load writes."""
@@ -433,6 +491,7 @@ class SchedulerHalf:
 
     def finished(self, request: Request) -> None:
         """Note the end of a request, whose blocks vLLM frees now."""
+        self._computed_anew.discard(request.request_id)
         cached = self._requests.get(request.request_id)
         if cached is None:
             return
@@ -489,6 +548,12 @@ class SchedulerHalf:
             if prefill is not None:
                 calls.note_prefill(*prefill)
             calls.step(event)  # transfers of the blocks wait for this event
+        # vLLM frees blocks of windows and states while their request runs.
+        saving = [
+            (cached, calls.idle(cached.lease))
+            for cached, _, _ in committed
+            if cached.saving and cached.lease is not None
+        ]
         finished, self._finishing = self._finishing, []
         released = []
         for cached in finished:
@@ -498,10 +563,13 @@ class SchedulerHalf:
                 released.append((cached, calls.idle(lease)))
         if len(calls):
             self._cache.run(calls)
+        for cached, idle in saving:
+            self._freed.add(cached.saving, 0, idle)
+            cached.saving = []
         self._note_commits(committed)
         for cached, idle in released:
             if not idle.done():
-                self._freed.add(cached.table[: cached.assigned], 0, idle)
+                self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
 
     def _advance(self, cached: CachedRequest) -> int:
         """Return the number of blocks to commit; set ``due`` of a request that decodes."""
@@ -538,7 +606,12 @@ class SchedulerHalf:
         if blocks > cached.assigned:
             ids = cached.table[cached.assigned : blocks]
             computed = 0 if cached.assigned else end  # nothing is left to load
-            answers.append(calls.assign(lease, ids, computed_tokens=computed))
+            sides = cached.tables.sides_to_save(
+                self._groups, cached.assigned, blocks, cached.kept_tokens
+            )
+            answers.append(calls.assign(lease, ids, computed_tokens=computed, groups=sides))
+            for side in sides.values():
+                cached.saving += [block for block in side if block != NO_BLOCK]
         answers.append(calls.commit(lease, end))
         return answers
 
@@ -592,7 +665,7 @@ class SchedulerHalf:
         cached.ended = True
         steps = (n for n, record in self._records.items() if request_id in record.scheduled)
         last_step = max(steps, default=0)
-        self._freed.add(cached.table, last_step, None)
+        self._freed.add(cached.tables.ids(), last_step, None)
 
     def _leave_lease(self, cached: CachedRequest) -> None:
         """Release the lease; its transfers go on."""
@@ -604,7 +677,7 @@ class SchedulerHalf:
             return
         idle: Future[None] | None = self._cache.release_and_watch(lease)
         if idle is not None:
-            self._freed.add(cached.table[: cached.assigned], 0, idle)
+            self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
 
     def _follow_reset(self) -> None:
         """Forget all blocks after vLLM has emptied its cache: the weights may have changed."""

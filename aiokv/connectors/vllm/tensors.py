@@ -21,6 +21,8 @@ from aiokv.layout.regions import Regions
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from aiokv.connectors.vllm.groups import KVGroups
+
 
 class LayerTensors:
     """The tensors of a worker as regions, and the layers by the names of vLLM.
@@ -32,45 +34,54 @@ class LayerTensors:
     """
 
     def __init__(
-        self, kv_caches: Mapping[str, torch.Tensor], page_bytes: Mapping[str, int], num_blocks: int
+        self,
+        kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]],
+        page_bytes: Mapping[str, int],
+        num_blocks: int,
+        groups: KVGroups,
     ) -> None:
         """Find the runs of the blocks.
 
         Args:
-            kv_caches: tensors by the names of the layers.
+            kv_caches: tensors by the names of the layers; those of recurrent state in a list, whose
+                first one begins at the page.
             page_bytes: bytes per block of each layer.
             num_blocks: blocks of each tensor, as the scheduler numbers them.
+            groups: the groups of the layers. Layers of several groups share tensors.
 
         Raises:
             ConfigError: the blocks of a layer are no runs of memory.
         """
         names = sorted(kv_caches, key=_order)
         self.layer_of: dict[str, int] = {}
-        first_of: dict[int, str] = {}  # by address
+        tensors = {name: first_tensor(kv_caches[name]) for name in names}
+        group_of = {name: i for i, layers in enumerate(groups.layers) for name in layers}
+        first_of: dict[tuple[int, int], str] = {}  # by group and address
         for name in names:
-            tensor = kv_caches[name]
-            if not isinstance(tensor, torch.Tensor):
-                raise ConfigError(
-                    f"layer {name!r} has {type(tensor).__name__} as its KV cache; the connector "
-                    "copies attention layers only",
-                    hint="serve models with recurrent state without kv_transfer_config",
-                )
-            owner = first_of.setdefault(tensor.data_ptr(), name)
+            group = group_of.get(name, groups.main)
+            owner = first_of.setdefault((group, tensors[name].data_ptr()), name)
             self.layer_of[name] = (
                 self.layer_of[owner] if owner in self.layer_of else len(first_of) - 1
             )
-        layouts: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for name in first_of.values():
-            for layout, rows in block_rows(name, kv_caches[name], page_bytes[name], num_blocks):
-                layouts.setdefault(layout, []).append((self.layer_of[name], rows))
+        layouts: dict[tuple[int, str], list[tuple[int, torch.Tensor]]] = {}
+        for (group, _), name in first_of.items():
+            for layout, rows in block_rows(name, tensors[name], page_bytes[name], num_blocks):
+                key = group, groups.layout_prefix(group) + layout
+                layouts.setdefault(key, []).append((self.layer_of[name], rows))
         self.regions = Regions(num_layers=len(first_of))
-        for layout, pieces in layouts.items():
-            self.regions.add(
-                layout,
-                layers=[rows for _, rows in pieces],
-                layer_indices=[layer for layer, _ in pieces],
-            )
-        self.device = str(kv_caches[names[0]].device) if names else "cpu"
+        sides = {side.index: side.name for side in groups.sides}
+        for (group, layout), pieces in layouts.items():
+            layers, indices = [rows for _, rows in pieces], [layer for layer, _ in pieces]
+            if group == groups.main:
+                self.regions.add(layout, layers=layers, layer_indices=indices)
+            else:
+                self.regions.add_window(sides[group], layout, layers=layers, layer_indices=indices)
+        self.device = str(tensors[names[0]].device) if names else "cpu"
+
+
+def first_tensor(tensor: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+    """Return the tensor at the beginning of the pages of a layer."""
+    return tensor if isinstance(tensor, torch.Tensor) else tensor[0]
 
 
 def block_rows(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from aiokv.base.logs import Log
+from aiokv.connectors.vllm import compat
 from aiokv.errors import ClosedError, TransferError, UsageError
 from aiokv.worker.device.base import as_event
 
@@ -79,15 +80,24 @@ class WorkerHalf:
         timeout: seconds that a step waits for a layer.
         is_async: True with asynchronous scheduling, where vLLM learns of a failure only after it
             has scheduled the next step, which would use the failed blocks.
+        has_sides: True if the KV cache has several groups: vLLM then computes a request whose load
+            has failed from its first position on.
     """
 
     def __init__(
-        self, tensors: LayerTensors, source: Source, timeout: float, *, is_async: bool = False
+        self,
+        tensors: LayerTensors,
+        source: Source,
+        timeout: float,
+        *,
+        is_async: bool = False,
+        has_sides: bool = False,
     ) -> None:
         self._tensors = tensors
         self._source = source
         self._timeout = timeout
         self._is_async = is_async
+        self._has_sides = has_sides
         self._layers = frozenset(range(tensors.regions.num_layers))
         self._called: set[int] = set()  # layers for which this step has called wait_layer()
         # Whether the last step with calls of wait_layer() called it for all layers.
@@ -96,6 +106,7 @@ class WorkerHalf:
         self._in_step: list[tuple[Load, LoadTransfers]] = []
         self._layers_left: set[int] = set()  # layers of this step's loads that have not ended
         self._failed: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._step = 0
         self._counts = {"loaded_blocks": 0, "failed_blocks": 0}
 
@@ -115,7 +126,7 @@ class WorkerHalf:
         for load in message.loads:
             transfers = self._source.transfers(load) if load.transfer_ids else None
             if load.failed:
-                self._failed.update(load.block_ids)
+                self._fail(load, set(load.block_ids))
             if not load.in_step:
                 self._loading[load.request_id] = (load, transfers)
             elif transfers is not None:
@@ -174,12 +185,27 @@ class WorkerHalf:
             self._raise_if_late(len(failed))
 
     def _raise_if_late(self, num_blocks: int) -> None:
-        if self._is_async:
+        if self._is_async or self._has_sides:
+            cause = "several KV cache groups" if self._has_sides else "asynchronous scheduling"
             raise TransferError(
-                f"the loads of {num_blocks} blocks have failed in step {self._step}; with "
-                "asynchronous scheduling, vLLM would compute the next step with these blocks",
-                hint='set "load" to "async", or pass --no-async-scheduling',
+                f"the loads of {num_blocks} blocks have failed in step {self._step}; with {cause}, "
+                "vLLM would go on to compute with these blocks",
+                hint='set "load" to "async"'
+                + ("" if self._has_sides else ", or pass --no-async-scheduling"),
             )
+
+    def _fail(self, load: Load, blocks: set[int]) -> None:
+        """Note blocks of a load that have failed."""
+        if not self._has_sides:
+            self._failed |= blocks
+        elif blocks and not load.in_step:
+            if not compat.CAN_FAIL_REQUESTS:
+                raise TransferError(
+                    f"the load of request {load.request_id} has failed; this version of vLLM "
+                    "cannot compute it again with several KV cache groups",
+                    hint="install vLLM 0.30 or newer",
+                )
+            self._failed_requests.add(load.request_id)
 
     def take_loaded(self) -> set[str]:
         """Return the requests whose loads have ended since the last call."""
@@ -188,7 +214,7 @@ class WorkerHalf:
         for request_id, (load, transfers) in list(self._loading.items()):
             if transfers is None or transfers.is_done:
                 if transfers is not None:
-                    self._failed |= self._note_end(load, transfers)
+                    self._fail(load, self._note_end(load, transfers))
                 loaded.add(request_id)
                 del self._loading[request_id]
         return loaded
@@ -221,6 +247,11 @@ class WorkerHalf:
     def take_failed(self) -> set[int]:
         """Return the blocks whose loads have failed since the last call."""
         failed, self._failed = self._failed, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests that ``take_loaded`` has returned, and whose loads have failed."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     @property

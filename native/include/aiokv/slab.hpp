@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <new>
@@ -34,7 +35,7 @@ class Slab {
         if (data == MAP_FAILED) throw std::bad_alloc();
         adopt(data);
         const std::size_t bytes = std::min(populated, capacity_) * sizeof(T);
-        populate(data, 0, std::min(bytes, kPopulatedAtOnce));
+        populate(data, std::min(bytes, kPopulatedAtOnce));
         if (bytes > kPopulatedAtOnce) populate_later(bytes);
     }
     ~Slab() {
@@ -63,22 +64,28 @@ class Slab {
 
   private:
     static constexpr std::size_t kPopulatedAtOnce = std::size_t{1} << 24;
-    // The kernel delays other changes of the process's address space during a call.
-    static constexpr std::size_t kPopulatedPerCall = std::size_t{1} << 21;
+    static constexpr std::size_t kPageBytes = 4096;
 
-    static void populate([[maybe_unused]] void* data, [[maybe_unused]] std::size_t at,
-                         [[maybe_unused]] std::size_t bytes) {
+    static void populate([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes) {
 #ifdef MADV_POPULATE_WRITE
-        (void)madvise(static_cast<char*>(data) + at, bytes, MADV_POPULATE_WRITE);
+        (void)madvise(data, bytes, MADV_POPULATE_WRITE);
 #endif
+    }
+    // Allocates a page of memory that another thread may be using, and leaves its bytes as they
+    // are. The kernel takes the lock of this mapping. For madvise(), it would take the lock of the
+    // address space, and the whole process would wait while this thread has no CPU.
+    static void touch(T* data, std::size_t at) {
+        char zero = 0;
+        std::atomic_ref<char> byte(reinterpret_cast<char*>(data)[at]);
+        byte.compare_exchange_strong(zero, 0, std::memory_order_relaxed);
     }
     // Where no thread can be started, the rest gets its memory at its first use.
     void populate_later(std::size_t bytes) {
         try {
             populating_ = std::jthread([data = data_, bytes](const std::stop_token& stop) {
                 for (std::size_t at = kPopulatedAtOnce; at < bytes && !stop.stop_requested();
-                     at += kPopulatedPerCall) {
-                    populate(data, at, std::min(kPopulatedPerCall, bytes - at));
+                     at += kPageBytes) {
+                    __atomic_fetch_or(reinterpret_cast<char*>(data) + at, 0, __ATOMIC_RELAXED);
                 }
             });
         } catch (const std::system_error&) {

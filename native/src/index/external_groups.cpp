@@ -257,11 +257,18 @@ void ExternalGroups::free(SaveIndex index) {
     free_.push_back(index);
 }
 
+// The first proven copy is kept: a store may have brought another one.
 void ExternalGroups::attach(SaveIndex index) {
     const Save& save = saves_[index];
+    const auto node = static_cast<NodeId>(save.place);
+    HostCopies& host = *at(save.group).host;
     unlink(save);
-    at(save.group).host->attach(static_cast<NodeId>(save.place), save.host);
-    index_.change();
+    if (host.pool().find(node) == kNoBlock) {
+        host.attach(node, save.host);
+        index_.change();
+    } else {
+        host.pool().give_back(save.host, 0);
+    }
     free(index);
 }
 

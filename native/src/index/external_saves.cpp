@@ -101,6 +101,7 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
     const std::size_t size = config_.block_tokens;
     const std::size_t end = before_written(lease, target(lease));
     const bool saves = config_.write_policy != SavePolicy::kNone && !lease.save_failed;
+    const bool has_groups = groups_.exist();
     std::uint32_t queued = 0;
     for (std::size_t block = lease.path.size() + lease.saving.size(); block < end; ++block) {
         const Tokens tokens = Tokens(lease.tokens).subspan(block * size, size);
@@ -115,7 +116,7 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
                 residency_.ref({&node, 1});
                 residency_.note_use(lease, static_cast<std::uint32_t>(block), node);
                 lease.path.push_back(node);
-                if (due) queued += groups_.save(lease, block, node);
+                if (due && has_groups) queued += groups_.save(lease, block, node);
                 continue;
             }
         }
@@ -127,7 +128,7 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
         }
         blocks_[id].leases.push_back(lease.id());
         lease.saving.push_back(id);
-        if (due) queued += groups_.save(lease, block, kSaveBit | id);
+        if (due && has_groups) queued += groups_.save(lease, block, kSaveBit | id);
     }
     announce_changed();
     return queued;

@@ -26,15 +26,18 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
 )
 
-from tests.connectors.vllm.runner import DIM, HEADS, LAYER_NAMES
+from tests.connectors.vllm.model import WINDOW
+from tests.connectors.vllm.runner import DIM, HEADS, LAYER_NAMES, layer_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 BLOCK_TOKENS: Final = 4
 MAX_MODEL_LEN: Final = 512
@@ -80,23 +83,55 @@ def model_config() -> ModelConfig:
     )
 
 
-def tensor_of(name: str, spec: KVCacheSpec, num_blocks: int) -> KVCacheTensor:
-    """Return the place of a layer that has a tensor of its own."""
+def tensors_of(names: Sequence[str], spec: KVCacheSpec, num_blocks: int) -> list[KVCacheTensor]:
+    """Return the place of layers of several groups that share a tensor."""
     size = spec.page_size_bytes * num_blocks
     if "shared_by" in {field.name for field in fields(KVCacheTensor)}:  # before 0.29
-        return KVCacheTensor(size=size, shared_by=[name])
-    return KVCacheTensor(
-        size=size, layers=[name], layer_stride=size, block_stride=spec.page_size_bytes
+        return [KVCacheTensor(size=size, shared_by=list(names))]
+    return [
+        KVCacheTensor(
+            size=size, layers=[name], layer_stride=size, block_stride=spec.page_size_bytes
+        )
+        for name in names
+    ]
+
+
+def spec_of(kind: str, spec: AttentionSpec) -> KVCacheSpec:
+    """Return the description of a layer of a kind of SIDES, whose pages are those of ``spec``."""
+    if kind == "full":
+        return spec
+    if kind == "window":
+        return SlidingWindowSpec(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            sliding_window=WINDOW,
+        )
+    return MambaSpec(
+        block_size=spec.block_size,
+        shapes=((spec.page_size_bytes // 4,),),
+        dtypes=(torch.int32,),
+        mamba_cache_mode="align",
     )
 
 
 def kv_cache_config(
     layout: str,
     num_blocks: int,
-    spec: KVCacheSpec | None = None,
+    spec: AttentionSpec | None = None,
     names: Sequence[str] = LAYER_NAMES,
+    sides: Sequence[str] = (),
 ) -> KVCacheConfig:
-    """Return the configuration of vLLM for the tensors of a runner."""
+    """Return the configuration of vLLM for the tensors of a runner.
+
+    Args:
+        layout: name of LAYOUTS.
+        num_blocks: device blocks.
+        spec: description of the layers of the first group; None for that of the layout.
+        names: names of these layers.
+        sides: kinds of the other groups, of SIDES.
+    """
     if spec is None and layout == "latent":
         spec = MLAAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2 * HEADS * DIM, dtype=torch.int32
@@ -105,10 +140,16 @@ def kv_cache_config(
         spec = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.int32
         )
+    groups = [(list(names), spec)]
+    groups += [(layer_names(i), spec_of(kind, spec)) for i, kind in enumerate(sides, 1)]
     return KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[tensor_of(name, spec, num_blocks) for name in names],
-        kv_cache_groups=[KVCacheGroupSpec(list(names), spec)],
+        kv_cache_tensors=[
+            tensor
+            for sharing in zip(*(layers for layers, _ in groups), strict=True)
+            for tensor in tensors_of(sharing, spec, num_blocks)
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(layers, one) for layers, one in groups],
     )
 
 
@@ -126,6 +167,7 @@ def vllm_config(
     num_drafts: int = 0,
     draft_method: str = "ngram",
     kv_events: bool = False,
+    sides: Sequence[str] = (),
 ) -> VllmConfig:
     """Return the configuration of a server.
 
@@ -142,6 +184,7 @@ def vllm_config(
         num_drafts: drafts per step.
         draft_method: ``"ngram"``, or ``"eagle"`` for a draft model with KV.
         kv_events: whether vLLM publishes KV events.
+        sides: kinds of the groups besides full attention, of SIDES.
     """
     model = model_config()
     parallel = ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages)
@@ -176,7 +219,7 @@ def vllm_config(
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=async_scheduling,
-            disable_hybrid_kv_cache_manager=True,
+            disable_hybrid_kv_cache_manager=not sides,
         ),
         speculative_config=drafts,
         kv_transfer_config=transfer,
@@ -185,6 +228,9 @@ def vllm_config(
         else None,
     )
     config.cache_config.num_gpu_blocks = num_blocks
+    if "state" in sides:
+        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.mamba_block_size = BLOCK_TOKENS
     if drafts is not None:
         drafts.num_speculative_tokens = num_drafts  # 0: the draft model only has KV
     # The platform of a CPU changes these. The runners of the tests serve what a GPU does.

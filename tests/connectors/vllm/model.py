@@ -2,6 +2,9 @@
 
 The KV of a position is computed from the KV of the position before it, read from the cache. So a
 wrong block changes all that follows, and the next token.
+
+The layers form groups. The first one is of full attention, and each other one is of a kind of
+SIDES: the next token depends on all positions, on those of the last window, or on a state only.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
 LAYERS: Final = 2
 VOCABULARY: Final = 50
+WINDOW: Final = 10  # positions, the present one included
+SIDES: Final = ("full", "window", "state")
 _MASK: Final = (1 << 30) - 1
 
 
@@ -25,26 +30,43 @@ def next_kv(before: int, token: int, layer: int, adapter: int) -> int:
     return (before * 1_000_003 + token * 7_919 + layer * 31 + adapter * 101 + 1) & _MASK
 
 
-def next_token(kv: NDArray[np.int64]) -> int:
-    """Return the token behind positions with this KV, ``[layers, positions]``."""
-    weights = np.arange(1, kv.shape[1] + 1, dtype=np.int64)
-    return int((kv % 1_009 * weights).sum() % VOCABULARY)
+def next_token(groups: Sequence[NDArray[np.int64]]) -> int:
+    """Return the token behind positions with this KV, ``[layers, positions]`` per group."""
+    total = 0
+    for kv in groups:
+        weights = np.arange(1, kv.shape[1] + 1, dtype=np.int64)
+        total += int((kv % 1_009 * weights).sum())
+    return total % VOCABULARY
 
 
-def kv_of(tokens: Sequence[int], adapter: int) -> NDArray[np.int64]:
-    """Return the KV of a prompt, computed without a cache."""
+def first_seen(kind: str, num_tokens: int) -> int:
+    """Return the first of ``num_tokens`` positions on which the next token depends."""
+    return {"full": 0, "window": max(num_tokens - WINDOW, 0), "state": num_tokens - 1}[kind]
+
+
+def kv_of(tokens: Sequence[int], adapter: int, group: int = 0) -> NDArray[np.int64]:
+    """Return the KV of a prompt in the layers of a group, computed without a cache."""
     kv = np.zeros((LAYERS, len(tokens)), np.int64)
     for layer in range(LAYERS):
         value = 0
         for position, token in enumerate(tokens):
-            value = next_kv(value, token, layer, adapter)
+            value = next_kv(value, token, group * LAYERS + layer, adapter)
             kv[layer, position] = value
     return kv
 
 
-def generate(prompt: Sequence[int], adapter: int, num_tokens: int) -> list[int]:
+def generate(
+    prompt: Sequence[int], adapter: int, num_tokens: int, sides: Sequence[str] = ()
+) -> list[int]:
     """Return the tokens that the model generates without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token(kv_of(tokens, adapter)))
+        tokens.append(
+            next_token(
+                [
+                    kv_of(tokens, adapter, group)[:, first_seen(kind, len(tokens)) :]
+                    for group, kind in enumerate(("full", *sides))
+                ]
+            )
+        )
     return tokens[len(prompt) :]

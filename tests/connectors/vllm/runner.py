@@ -11,10 +11,12 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from tests.connectors.vllm.model import LAYERS, VOCABULARY, next_kv, next_token
+from aiokv.connectors.vllm import compat
+from tests.connectors.vllm.model import LAYERS, VOCABULARY, first_seen, next_kv, next_token
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,7 +24,17 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm import AiokvConnector
 
 LAYER_NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+
+
+def layer_names(group: int) -> list[str]:
+    """Return the names of the layers of a group; 0 is the one of full attention."""
+    if group == 0:
+        return list(LAYER_NAMES)
+    return [f"model.layers.{group * LAYERS + layer}.mixer" for layer in range(LAYERS)]
+
+
 LAYOUTS = ("flash", "flash_heads_first", "infer", "latent", "kernel_blocks")
+SHARED_LAYOUTS = ("infer", "kernel_blocks")  # layers of all kinds of groups can share a tensor
 HEADS, DIM = 2, 2
 
 
@@ -65,15 +77,49 @@ class LayerCache:
         target = self._view[row[0], token[0]]
         target[...] = (value ^ (rank << 20)) + np.arange(target.size).reshape(target.shape)
 
-    def read(self, table: list[int], num_tokens: int, rank: int) -> NDArray[np.int64]:
-        """Return the KV of the first positions; values that do not belong together become noise."""
-        if num_tokens == 0:
-            return np.zeros(0, np.int64)
-        row, token = self._rows(table, np.arange(num_tokens))
-        values = self._view[row, token].reshape(num_tokens, -1).astype(np.int64)
-        values = (values - np.arange(values.shape[1])) ^ (rank << 20)
-        same = (values == values[:, :1]).all(axis=1)
-        return np.where(same, values[:, 0], values.sum(axis=1) + 12_345)
+    def read(self, table: list[int], first: int, end: int, rank: int) -> NDArray[np.int64]:
+        """Return the KV of positions; values that do not belong together become noise."""
+        row, token = self._rows(table, np.arange(first, end))
+        return _verified(self._view[row, token].reshape(end - first, -1), rank)
+
+    def zero(self, block: int) -> None:
+        """Set all bytes of a block to 0, as vLLM does with new blocks."""
+        rows = self._block_tokens // self._tokens_per_row
+        self._view[block * rows : (block + 1) * rows] = 0
+
+
+class StateCache:
+    """Recurrent state of one layer in the memory of a LayerCache: one value per block.
+
+    The state behind a position is in the block of this position.
+    """
+
+    def __init__(self, cache: LayerCache, num_blocks: int, block_tokens: int) -> None:
+        pages = cache.tensor.view(num_blocks, -1)
+        self._rows: NDArray[np.int32] = pages.numpy()
+        self._block_tokens = block_tokens
+        size = pages.shape[1]
+        # As vLLM gives it to connectors: tensors that follow each other in the page.
+        self.tensor = [
+            torch.as_strided(pages, (num_blocks, 3), (size, 1), 0),
+            torch.as_strided(pages, (num_blocks, size - 3), (size, 1), 3),
+        ]
+
+    def write(self, table: list[int], position: int, value: int, rank: int) -> None:
+        row = self._rows[table[position // self._block_tokens]]
+        row[:] = (value ^ (rank << 20)) + np.arange(row.size)
+
+    def read(self, table: list[int], first: int, end: int, rank: int) -> NDArray[np.int64]:
+        """Return the state behind position ``end - 1``."""
+        assert first == end - 1
+        return _verified(self._rows[[table[first // self._block_tokens]]], rank)
+
+
+def _verified(rows: NDArray[np.int32], rank: int) -> NDArray[np.int64]:
+    values = rows.astype(np.int64)
+    values = (values - np.arange(values.shape[1])) ^ (rank << 20)
+    same = (values == values[:, :1]).all(axis=1)
+    return np.where(same, values[:, 0], values.sum(axis=1) + 12_345)
 
 
 @dataclass
@@ -81,7 +127,7 @@ class RunningRequest:
     """A request as the worker knows it."""
 
     tokens: list[int]
-    table: list[int]
+    tables: list[list[int]]  # by group
     adapter: int
     num_prompt: int
 
@@ -92,7 +138,7 @@ class Launched:
 
     output: SchedulerOutput
     kv_output: KVConnectorOutput
-    work: list[tuple[str, RunningRequest, int, int, list[int], list[int]]] = field(
+    work: list[tuple[str, RunningRequest, int, int, list[list[int]], list[int]]] = field(
         default_factory=list
     )
     result: ModelRunnerOutput | None = None
@@ -106,6 +152,7 @@ class Runner:
         layout: name of LAYOUTS.
         rng: chooses the drafts.
         num_drafts: drafts per step for speculative decoding.
+        sides: kinds of the groups besides full attention; their layers share its tensors.
     """
 
     def __init__(
@@ -116,12 +163,22 @@ class Runner:
         block_tokens: int,
         rng: random.Random,
         num_drafts: int = 0,
+        sides: Sequence[str] = (),
     ) -> None:
         self.rank = rank
+        self._kinds = ("full", *sides)
         self.caches = [LayerCache(layout, num_blocks, block_tokens) for _ in range(LAYERS)]
-        self.kv_caches = dict(
-            zip(LAYER_NAMES, [cache.tensor for cache in self.caches], strict=True)
-        )
+        self._states = {
+            group: [StateCache(cache, num_blocks, block_tokens) for cache in self.caches]
+            for group, kind in enumerate(self._kinds)
+            if kind == "state"
+        }
+        self.main_layers = layer_names(0)
+        self.kv_caches = {
+            name: cache.tensor
+            for group, caches in enumerate(self._groups)
+            for name, cache in zip(layer_names(group), caches, strict=True)
+        }
         self.requests: dict[str, RunningRequest] = {}
         self.graph_mode = CUDAGraphMode.NONE
         self.drafts: dict[str, list[int]] = {}
@@ -129,6 +186,11 @@ class Runner:
         self._rng = rng
         self._num_drafts = num_drafts
         self.connector: AiokvConnector | None = None
+
+    @property
+    def _groups(self) -> list[list[Any]]:
+        """Caches of the layers by group."""
+        return [self._states.get(group, self.caches) for group in range(len(self._kinds))]
 
     def launch(self, output: SchedulerOutput) -> Launched:
         """Make the connector's calls of a step, and compute it if loads belong to the step."""
@@ -152,7 +214,7 @@ class Runner:
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             first = self._computed[request_id]
             launched.work.append(
-                (request_id, request, first, count, list(request.table), list(drafts))
+                (request_id, request, first, count, [*map(list, request.tables)], list(drafts))
             )
         if connector is not None:
             if output.total_num_scheduled_tokens:
@@ -160,8 +222,13 @@ class Runner:
                     self._call_layers(connector, LAYER_NAMES[: LAYERS - self.draft_layers])
                 if not self.draft_layers:
                     connector.wait_for_save()
-            finished = connector.get_finished(output.finished_req_ids)
-            kv_output.finished_sending, kv_output.finished_recving = finished
+            if compat.CAN_FAIL_REQUESTS:
+                results = connector.get_transfer_results(output.finished_req_ids)
+                kv_output.finished_recving = results.finished_recving
+                kv_output.failed_recving = results.failed_recving
+            else:
+                finished = connector.get_finished(output.finished_req_ids)
+                kv_output.finished_sending, kv_output.finished_recving = finished
             kv_output.invalid_block_ids = connector.get_block_ids_with_load_errors()
             kv_output.kv_connector_stats = connector.get_kv_connector_stats()
             kv_output.kv_connector_worker_meta = connector.build_connector_worker_meta()
@@ -179,6 +246,9 @@ class Runner:
             connector.save_kv_layer(name, self.kv_caches[name], None)
 
     def _update(self, output: SchedulerOutput) -> None:
+        for block in output.new_block_ids_to_zero or ():
+            for cache in self.caches:
+                cache.zero(block)
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         self._computed: dict[str, int] = {}
@@ -186,7 +256,7 @@ class Runner:
             adapter = 0 if new.lora_request is None else new.lora_request.lora_int_id
             self.requests[new.req_id] = RunningRequest(
                 list(new.prompt_token_ids or []),
-                list(new.block_ids[0]),
+                [list(table) for table in new.block_ids],
                 adapter,
                 len(new.prompt_token_ids or []),
             )
@@ -196,12 +266,13 @@ class Runner:
             request = self.requests[request_id]
             blocks = running.new_block_ids[i]
             if request_id in running.resumed_req_ids:
-                request.table = list(blocks[0])
+                request.tables = [list(table) for table in blocks]
                 request.tokens = list(running.all_token_ids[request_id])
             else:
                 # vLLM drops the token of a step whose load has failed.
                 del request.tokens[request.num_prompt + running.num_output_tokens[i] :]
-                request.table += [] if blocks is None else blocks[0]
+                for table, added in zip(request.tables, blocks or (), strict=False):
+                    table += added
             self._computed[request_id] = running.num_computed_tokens[i]
 
     def compute(self, launched: Launched) -> ModelRunnerOutput:
@@ -210,8 +281,8 @@ class Runner:
             return launched.result
         sampled = []
         self.drafts = {}
-        for request_id, request, first, count, table, drafts in launched.work:
-            sampled.append(self._compute_one(request_id, request, first, count, table, drafts))
+        for request_id, request, first, count, tables, drafts in launched.work:
+            sampled.append(self._compute_one(request_id, request, first, count, tables, drafts))
         ids = [work[0] for work in launched.work]
         launched.result = ModelRunnerOutput(
             req_ids=ids,
@@ -227,24 +298,31 @@ class Runner:
         request: RunningRequest,
         first: int,
         count: int,
-        table: list[int],
+        tables: list[list[int]],
         drafts: list[int],
     ) -> list[int]:
         inputs = [*request.tokens[: first + count - len(drafts)], *drafts]
         assert len(inputs) == first + count, (len(inputs), first, count)
-        for layer, cache in enumerate(self.caches):
-            before = cache.read(table, first, self.rank)
-            value = int(before[-1]) if first else 0
-            for position in range(first, first + count):
-                value = next_kv(value, inputs[position], layer, request.adapter)
-                cache.write(table, position, value, self.rank)
+        for group, (caches, table) in enumerate(zip(self._groups, tables, strict=True)):
+            for layer, cache in enumerate(caches, group * LAYERS):
+                value = int(cache.read(table, first - 1, first, self.rank)[0]) if first else 0
+                for position in range(first, first + count):
+                    value = next_kv(value, inputs[position], layer, request.adapter)
+                    # A state is written where the step ends, and nowhere else.
+                    if self._kinds[group] != "state" or position == first + count - 1:
+                        cache.write(table, position, value, self.rank)
         if first + count - len(drafts) < len(request.tokens):
             return []  # a chunk of the prompt
         new: list[int] = []
         for verified in range(len(drafts) + 1):
             end = first + count - len(drafts) + verified
-            kv = np.stack([cache.read(table, end, self.rank) for cache in self.caches])
-            new.append(next_token(kv))
+            seen = [
+                np.stack(
+                    [cache.read(table, first_seen(kind, end), end, self.rank) for cache in caches]
+                )
+                for kind, caches, table in zip(self._kinds, self._groups, tables, strict=True)
+            ]
+            new.append(next_token(seen))
             if verified < len(drafts) and drafts[verified] != new[-1]:
                 break
         request.tokens += new
@@ -256,7 +334,7 @@ class Runner:
         """Return drafts, of which some are right."""
         from tests.connectors.vllm.model import generate
 
-        right = generate(request.tokens, request.adapter, self._num_drafts)
+        right = generate(request.tokens, request.adapter, self._num_drafts, self._kinds[1:])
         return [
             token if self._rng.random() < 0.6 else self._rng.randrange(VOCABULARY)
             for token in right

@@ -33,6 +33,7 @@ def make_stages(runners: list[Runner]) -> None:
     for stage, runner in enumerate(runners):
         runner.rank = 0  # in the values
         runner.caches = caches
+        runner.main_layers = [LAYER_NAMES[stage]]
         runner.kv_caches = {LAYER_NAMES[stage]: caches[stage].tensor}
 
 
@@ -44,22 +45,28 @@ class Server:
         layout: name of LAYOUTS.
         rng: chooses drafts.
         num_drafts: drafts per step.
+        sides: kinds of the groups besides full attention, as in ``config``.
     """
 
     def __init__(
-        self, config: Any, rng: random.Random, layout: str = "flash", num_drafts: int = 0
+        self,
+        config: Any,
+        rng: random.Random,
+        layout: str = "flash",
+        num_drafts: int = 0,
+        sides: Sequence[str] = (),
     ) -> None:
         init_none_hash(sha256)
         num_blocks = config.cache_config.num_gpu_blocks
         self.config = config
         ranks = range(config.parallel_config.world_size)
         self.runners = [
-            Runner(rank, layout, num_blocks, BLOCK_TOKENS, rng, num_drafts) for rank in ranks
+            Runner(rank, layout, num_blocks, BLOCK_TOKENS, rng, num_drafts, sides) for rank in ranks
         ]
         if config.parallel_config.pipeline_parallel_size > 1:
             make_stages(self.runners)
         cache_configs = [
-            kv_cache_config(layout, num_blocks, names=list(runner.kv_caches))
+            kv_cache_config(layout, num_blocks, names=runner.main_layers, sides=sides)
             for runner in self.runners
         ]
         cache_config = cache_configs[0]  # as vLLM gives its scheduler

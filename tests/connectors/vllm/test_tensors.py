@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aiokv.connectors.vllm.groups import KVGroups
 from aiokv.connectors.vllm.tensors import LayerTensors, block_rows
 from aiokv.errors import ConfigError
 from tests.connectors.vllm.runner import LAYOUTS, make_kv_cache
@@ -42,7 +43,10 @@ def test_rows_of_a_block_are_its_bytes_in_each_layout(order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_layers_of_each_layout_are_regions(order: str) -> None:
     views = {f"model.layers.{i}.attn": view for i, view in enumerate(layers_of(order))}
-    layers = LayerTensors(views, dict.fromkeys(views, PAGE), BLOCKS)
+    groups = KVGroups(
+        main=0, sides=(), block_bytes=LAYERS * PAGE, block_tokens=16, layers=(tuple(views),)
+    )
+    layers = LayerTensors(views, dict.fromkeys(views, PAGE), BLOCKS, groups)
     assert list(layers.layer_of.values()) == [0, 1, 2]
     assert layers.regions.num_layers == LAYERS
 

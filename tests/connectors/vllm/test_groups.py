@@ -1,0 +1,298 @@
+"""Models with several KV cache groups generate what they generate without a cache."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from aiokv.connectors.vllm import compat
+from aiokv.connectors.vllm.groups import BlockTables, KVGroups
+from aiokv.errors import ConfigError, TransferError
+from tests.connectors.vllm.configs import BLOCK_TOKENS, kv_cache_config, vllm_config
+from tests.connectors.vllm.model import VOCABULARY, WINDOW, generate
+from tests.connectors.vllm.server import Server
+from tests.connectors.vllm.test_random_serving import use_device
+from tests.harness.flaky import Faults, FlakyDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    MakeServer = Callable[..., Server]
+
+HOST = {"cpu_bytes_to_use": 1 << 20, "follow_resets": False}
+GROUPS = [("window",), ("window", "window"), ("full", "window")]
+if compat.CAN_LOAD_STATES:
+    GROUPS += [("state",), ("state", "state"), ("full", "window", "state")]
+
+
+needs_states = pytest.mark.skipif(
+    not compat.CAN_LOAD_STATES, reason="this version of vLLM lets no connector load states"
+)
+
+
+@pytest.fixture
+def make_server() -> Iterator[MakeServer]:
+    servers: list[Server] = []
+
+    def make(sides: tuple[str, ...], extra: dict[str, Any] | None = None, **options: Any) -> Server:
+        config = vllm_config(extra=HOST | (extra or {}), num_blocks=200, sides=sides, **options)
+        server = Server(config, random.Random(0), "infer", sides=sides)
+        servers.append(server)
+        return server
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+
+def serve(server: Server, tokens: list[int], num_tokens: int = 6) -> int:
+    """Serve a prompt exactly; return the number of tokens that were loaded."""
+    name = f"r{server.num_steps}"
+    request = server.add(name, tokens, num_tokens)
+    server.run()
+    assert server.outputs[name] == generate(tokens, 0, num_tokens, sides_of(server))
+    return server.loaded(request)
+
+
+def sides_of(server: Server) -> tuple[str, ...]:
+    kinds = {FullAttentionSpec: "full", SlidingWindowSpec: "window", MambaSpec: "state"}
+    groups = server.scheduler.kv_cache_config.kv_cache_groups
+    return tuple(kinds[type(group.kv_cache_spec)] for group in groups[1:])
+
+
+def forget_device_blocks(server: Server) -> None:
+    """Empty vLLM's own cache, after all saves have ended."""
+    server.drain()
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("sides", GROUPS)
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"num_ranks": 2}], ids=str)
+def test_evicted_prompt_is_loaded(
+    make_server: MakeServer, sides: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    server = make_server(sides, **options)
+    tokens = prompt(1, 61)
+    assert serve(server, tokens) == 0
+    forget_device_blocks(server)
+    if "async_scheduling" in options and not compat.KEEPS_READ_BLOCKS:
+        # Only the window at the end of a step of 24 tokens is there when the step has ended.
+        assert serve(server, tokens) == 48
+        return
+    assert serve(server, tokens) == 60
+    forget_device_blocks(server)
+    longer = [*tokens, *server.outputs["r0"], *prompt(2, 9)]
+    assert serve(server, longer) == 64  # with the blocks that were generated
+
+
+@pytest.mark.parametrize("sides", GROUPS)
+def test_hits_are_those_of_full_attention(make_server: MakeServer, sides: tuple[str, ...]) -> None:
+    """Conversations whose turns part at the end of an earlier turn, as states are kept there."""
+
+    def hits(server: Server) -> int:
+        rng = random.Random(7)
+        turns = [prompt(100 + i, 45) for i in range(6)]
+        for i in range(30):
+            tokens = rng.choice(turns)
+            serve(server, tokens, 3)
+            if i % 3 == 0:
+                forget_device_blocks(server)
+            if len(tokens) < 200:
+                turns.append([*tokens, *prompt(i, rng.randrange(4, 40))])
+        return server.num_loaded
+
+    extra = {"cpu_bytes_to_use": 16 << 20}
+    assert hits(make_server(sides, extra)) >= 0.95 * hits(make_server((), extra))
+
+
+@pytest.mark.parametrize("sides", GROUPS)
+def test_wrong_block_of_a_group_changes_the_output(
+    make_server: MakeServer, sides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other tests would notice it."""
+    server = make_server(sides)
+    tokens = prompt(1, 61)
+    serve(server, tokens)
+    forget_device_blocks(server)
+
+    def swapped(tables: BlockTables, groups: KVGroups, end: int) -> dict[str, list[int]]:
+        found = sides_of_hit(tables, groups, end)
+        for i, table in enumerate(found.values(), 1):  # the last blocks go elsewhere
+            table[-1] = server.scheduler.kv_cache_config.num_blocks - i
+        return found
+
+    sides_of_hit = BlockTables.sides_of_hit
+    monkeypatch.setattr(BlockTables, "sides_of_hit", swapped)
+    server.add("b", tokens, 6)
+    server.run()
+    assert server.outputs["b"] != generate(tokens, 0, 6, sides)
+
+
+@pytest.mark.parametrize("sides", GROUPS)
+def test_store_survives_a_restart(
+    make_server: MakeServer, sides: tuple[str, ...], tmp_path: Path
+) -> None:
+    extra = {"stores": [f"disk:{tmp_path}?bytes=64MiB"]}
+    tokens = prompt(1, 61)
+    first = make_server(sides, extra)
+    serve(first, tokens)
+    first.drain()
+    first.close()
+    assert serve(make_server(sides, extra), tokens) == 60
+
+
+def test_damaged_store_is_computed_again(make_server: MakeServer, tmp_path: Path) -> None:
+    sides = GROUPS[-1]
+    extra = {"stores": [f"disk:{tmp_path}?bytes=64MiB"]}
+    tokens = prompt(1, 61)
+    first = make_server(sides, extra)
+    serve(first, tokens)
+    first.drain()
+    first.close()
+    for segment in tmp_path.rglob("segment-*"):
+        damaged = bytearray(segment.read_bytes())
+        for start in range(0, len(damaged), 4096):
+            damaged[start : start + 64] = b"\xc0" * 64
+        segment.write_bytes(damaged)
+    assert serve(make_server(sides, extra), tokens) == 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_failed_load_is_computed_again_or_fails_its_request(
+    make_server: MakeServer, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FlakyDevice(random.Random(1), refuse_share=0.0, fail_share=0.0)
+    use_device(device, monkeypatch)
+    server = make_server(GROUPS[-1], failure_policy=policy)
+    tokens = prompt(1, 61)
+    serve(server, tokens)
+    forget_device_blocks(server)
+    device.faults = Faults(random.Random(1), refuse_share=0.0, fail_share=1.0)
+    server.add("b", tokens, 6)
+    if not compat.CAN_FAIL_REQUESTS:
+        with pytest.raises(TransferError, match=r"vLLM 0\.30"):
+            server.run()
+        return
+    server.run()
+    if policy == "fail":
+        assert server.errors == {"b"}
+    else:
+        assert server.outputs["b"] == generate(tokens, 0, 6, GROUPS[-1])
+    assert device.faults.count > 0
+
+
+def test_block_that_left_the_window_is_not_saved() -> None:
+    groups = KVGroups.of(kv_cache_config("infer", 40, sides=("window",)))
+    tables = BlockTables()
+    tables.set(groups, [list(range(1, 11)), list(range(11, 21))])
+    (side,) = groups.sides
+    kept = (40 - WINDOW + 1) // BLOCK_TOKENS
+    saved = tables.sides_to_save(groups, 5, 10, kept_tokens=40)
+    assert saved == {side.name: [-1] * (kept - 5) + list(range(11 + kept, 21))}
+    assert tables.sides_to_save(groups, 0, 3, kept_tokens=0) == {side.name: [11, 12, 13]}
+
+
+@needs_states
+def test_state_is_saved_only_where_it_is_noted() -> None:
+    groups = KVGroups.of(kv_cache_config("infer", 40, sides=("state",)))
+    tables = BlockTables()
+    tables.set(groups, [[1, 2, 3, 4], [0, 0, 7, 8]])
+    (side,) = groups.sides
+    tables.note_states(groups, 12)
+    tables.note_states(groups, 14)  # the step ends inside of a block
+    tables.note_state(groups, side.index, 8, 9)  # vLLM names a block that is not in the table
+    tables.note_state(groups, side.index, 10, 9)
+    assert tables.sides_to_save(groups, 0, 4, kept_tokens=4) == {side.name: [-1, 9, 7, -1]}
+    assert tables.sides_to_save(groups, 0, 4, kept_tokens=4) == {side.name: [-1] * 4}, "once"
+    tables.note_states(groups, 12)
+    assert tables.sides_to_save(groups, 0, 4, kept_tokens=13) == {side.name: [-1] * 4}
+
+
+def test_layers_of_a_group_are_part_of_the_key_in_stores() -> None:
+    config = kv_cache_config("infer", 40, sides=("window",))
+    before = KVGroups.of(config)
+    config.kv_cache_groups[1].layer_names.reverse()
+    after = KVGroups.of(config)
+    assert before.layout_prefix(0) == after.layout_prefix(0)
+    assert before.layout_prefix(1) != after.layout_prefix(1)
+    assert KVGroups.of(kv_cache_config("infer", 40)).layout_prefix(0) == ""
+
+
+_PLAIN: dict[str, Any] = {
+    "block_size": 4,
+    "num_kv_heads": 1,
+    "head_size": 8,
+    "dtype": torch.int32,
+}
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([SlidingWindowSpec(**_PLAIN, sliding_window=16)], "SlidingWindowSpec.*full attention"),
+        (
+            [FullAttentionSpec(**_PLAIN), FullAttentionSpec(**_PLAIN | {"block_size": 8})],
+            r"blocks of \[4, 8\] tokens",
+        ),
+        (
+            [
+                FullAttentionSpec(**_PLAIN),
+                ChunkedLocalAttentionSpec(**_PLAIN, attention_chunk_size=16),
+            ],
+            "ChunkedLocalAttentionSpec",
+        ),
+    ],
+)
+def test_group_that_is_not_served_is_refused(specs: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        groups_of(specs)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_speculative_blocks", "message"),
+    [("none", 0, "mamba_cache_mode is 'none'"), ("align", 2, "speculative decoding")],
+)
+def test_state_that_is_not_served_is_refused(
+    mode: str, num_speculative_blocks: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = MambaSpec(
+        block_size=4,
+        shapes=((8,),),
+        dtypes=(torch.int32,),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=num_speculative_blocks,
+    )
+    monkeypatch.setattr(compat, "CAN_LOAD_STATES", True)
+    with pytest.raises(ConfigError, match=message):
+        groups_of([FullAttentionSpec(**_PLAIN), state])
+    monkeypatch.setattr(compat, "CAN_LOAD_STATES", False)
+    with pytest.raises(ConfigError, match=r"install vLLM 0\.27"):
+        groups_of([FullAttentionSpec(**_PLAIN), state])
+
+
+def groups_of(specs: list[Any]) -> KVGroups:
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{i}"])
+        for i, spec in enumerate(specs)
+    ]
+    config: Any = SimpleNamespace(kv_cache_groups=groups)
+    return KVGroups.of(config)
