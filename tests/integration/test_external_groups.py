@@ -338,6 +338,28 @@ async def test_failed_load_fails_the_leases_that_share_its_block():
         assert cache.hit(prompt(1, 7)) == (0, 5), "the wrong copy, and the block behind it"
 
 
+async def test_failed_load_fails_the_leases_that_share_a_block_computed_from_it():
+    """B's own prefix ends with a block that A has computed from the state that A's load writes."""
+    async with GroupCache("mamba") as cache:
+        await cache.store_request(A)
+        lease = await cache.begin_request(prompt(1, 7), 1, {"mamba": [5, 6]})
+        other = await cache.granted(prompt(1, 8))
+        state = cache.rows(1, {"mamba": [6]})["mamba"]
+        other.assign([*_ids(1), 110], computed_tokens=28, groups={"mamba": [*state, -1]})
+        (attention,) = [copy for copy in cache.copies(ONLOAD) if copy.group == "attention"]
+        attention.complete_all()
+        await run_until_idle(lambda: len(lease.transfer_ids) == 1)
+        cache.memory.write([_ids(1)[6], 110], cache.memory.words(prompt(1, 8))[6:])
+        other.commit(32)
+        (load,) = cache.copies(ONLOAD)
+        load.fail_all(block=0)
+        await cache.finish()
+        assert (lease.state, other.state) == (LeaseState.FAILED, LeaseState.FAILED)
+        assert cache.statistics.attention.offloaded_blocks == 6, "none of the wrong blocks"
+        lease.release()
+        other.release()
+
+
 async def test_preempted_and_released_while_groups_load():
     async with GroupCache("near", "mamba") as cache:
         await cache.store_request(A)

@@ -4,7 +4,9 @@
 // or none, per group and block. A grant pins the host copies that the hit needs; the first assign()
 // begins to copy them to the server's ids, as one move per group. A commit saves the ids of the
 // blocks that it covers and then forgets them, because the server may free a block behind a window
-// while the lease goes on. Transfers in flight are known to DeviceUses.
+// while the lease goes on. Transfers in flight are known to DeviceUses. An onload of a group counts
+// as a writer of the last attention id of the hit too: leases that share it may have blocks that
+// were computed from the hit, without an id that the onload writes.
 //
 // A copy belongs to a node of the tree. Until its block of attention has a node (ExternalSaves), a
 // save is known by that block:
@@ -107,13 +109,14 @@ class ExternalGroups {
     using SaveIndex = std::uint32_t;
     struct InFlight {
         LeaseId named_by = 0;          // of an onload
+        BlockId hit_end = kNoBlock;    // of an onload: last attention id of the hit
         std::vector<SaveIndex> saves;  // of a save
     };
 
     template <class Visit>
     static void for_each_needed(const BlockGroup& group, std::size_t hits, Visit visit);
     BlockGroup& at(GroupId group) { return groups_[static_cast<std::size_t>(group)]; }
-    std::vector<LeaseId> readers_of(std::span<const BlockId> ids) const;
+    std::vector<LeaseId> readers_of(std::span<const BlockId> ids, BlockId hit_end) const;
     BlockId named(const Lease& lease, std::size_t group, std::size_t block) const;
     void unlink(const Save& save) { by_place_.erase({save.group, save.place}); }
     void lose_at(SaveIndex index);

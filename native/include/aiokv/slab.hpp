@@ -85,7 +85,7 @@ class Slab {
             populating_ = std::jthread([data = data_, bytes](const std::stop_token& stop) {
                 for (std::size_t at = kPopulatedAtOnce; at < bytes && !stop.stop_requested();
                      at += kPageBytes) {
-                    __atomic_fetch_or(reinterpret_cast<char*>(data) + at, 0, __ATOMIC_RELAXED);
+                    touch(data, at);
                 }
             });
         } catch (const std::system_error&) {

@@ -122,7 +122,9 @@ void ExternalGroups::begin_onloads(Lease& lease, std::size_t first) {
         table.pinned.clear();
         if (move.targets.empty()) continue;
         const TransferId id = transfers_.begin_move(std::move(move));
-        in_flight_[id].named_by = lease.id();
+        const BlockId hit_end = lease.table[lease.cached_tokens / config_.block_tokens - 1];
+        uses_.begin_write(hit_end, lease.id());
+        in_flight_.emplace(id, InFlight{lease.id(), hit_end, {}});
         lease.onloads.push_back(id);
     }
 }
@@ -153,15 +155,19 @@ bool ExternalGroups::awaits_onload(Lease& lease) const {
     return !lease.awaited_ids.empty();
 }
 
-// Returns the leases that have named one of these ids while an onload wrote it.
-std::vector<LeaseId> ExternalGroups::readers_of(std::span<const BlockId> ids) const {
+// Returns the leases that have named one of these ids while an onload wrote it, or have the end of
+// the hit.
+std::vector<LeaseId> ExternalGroups::readers_of(std::span<const BlockId> ids,
+                                                BlockId hit_end) const {
     std::vector<LeaseId> found;
+    if (ids.empty()) return found;
+    const auto contains = [](const std::vector<BlockId>& in, BlockId id) {
+        return std::find(in.begin(), in.end(), id) != in.end();
+    };
     for (const Lease& lease : leases_) {
-        const std::vector<BlockId>& awaited = lease.awaited_ids;
-        const bool reads = std::any_of(ids.begin(), ids.end(), [&awaited](BlockId id) {
-            return std::find(awaited.begin(), awaited.end(), id) != awaited.end();
-        });
-        if (reads) found.push_back(lease.id());
+        const bool reads = std::any_of(ids.begin(), ids.end(),
+                                       [&](BlockId id) { return contains(lease.awaited_ids, id); });
+        if (reads || contains(lease.table, hit_end)) found.push_back(lease.id());
     }
     return found;
 }
@@ -343,8 +349,9 @@ std::vector<LeaseId> ExternalGroups::finish_move(TransferId id, const Move& move
             uses_.end_write(move.targets[i], ended.named_by);
             group.host->finish_read(move.sources[i], failed && i >= good);
         }
+        uses_.end_write(ended.hit_end, ended.named_by);
         group.onloaded += good;
-        return readers_of(std::span(move.targets).subspan(good));
+        return readers_of(std::span(move.targets).subspan(good), ended.hit_end);
     }
     for (std::size_t i = 0; i < ended.saves.size(); ++i) {
         const SaveIndex index = ended.saves[i];
