@@ -366,6 +366,15 @@ async def sweep_capacities(
     return _with_knees(points)
 
 
+def doubling_capacities(workload: Workload, block_tokens: int) -> list[int]:
+    """Return eight numbers of device blocks, each twice the last; the largest holds all prompts."""
+    ids = {block for request in workload.requests for block in request.hash_ids}
+    largest, needed = 1_000, len(ids) * HASH_BLOCK_TOKENS // block_tokens
+    while largest < needed:
+        largest *= 2
+    return [max(1, largest >> shift) for shift in range(7, -1, -1)]
+
+
 def _with_blocks(disk: DiskOptions | None, blocks: int) -> DiskOptions | None:
     """Return the options of a disk with another capacity; None for a capacity of 0."""
     if blocks == 0:

@@ -452,6 +452,24 @@ def test_example_is_what_its_generator_makes():
     assert gzip.decompress(EXAMPLE.read_bytes()) == example_lines()
 
 
+def test_default_plot_of_the_example_has_a_knee(tmp_path, capsys):
+    assert run_cli("example", "--plot", tmp_path / "r.svg") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("hit tokens with ") for line in lines) == 8
+    assert any(line.startswith("knee of the curve: ") for line in lines)
+    rates = [line.split("(")[-1] for line in lines if line.startswith("hit tokens with ")]
+    assert len(set(rates)) > 5, "the curve is not flat"
+
+
+def test_time_and_memory_of_the_replay_itself_are_printed_on_request(capsys):
+    own = ("index CPU time: ", "match p50 / p99 / max: ", "index memory: ")
+    assert run_cli(SMALL, "--limit", 20) == 0
+    assert not any(name in capsys.readouterr().out for name in own)
+    assert run_cli(SMALL, "--limit", 20, "--verbose") == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in own)
+
+
 def test_missing_matplotlib_is_told_before_the_replay(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
