@@ -184,12 +184,7 @@ async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport
                 f"--engines is {args.engines} with {flag}, which replays on one engine",
                 hint=f"leave out {flag} or --engines",
             )
-    workload = load_workload(
-        _trace_path(args.trace),
-        args.limit,
-        stages,
-        largest_tokens=args.device_blocks * args.block_tokens,
-    )
+    workload = load_workload(_trace_path(args.trace), args.limit)
     routers = ROUTERS if args.router == "all" else (args.router,)
     fleet = from_arguments(FleetOptions, args, routers=routers)
     return await replay_fleet(workload, _make_options(args), fleet, stages)
@@ -217,13 +212,7 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
     sweep = sweep_of(args)
     if sweep is not None:
         _check_sweep(options, sweep)
-    largest_blocks = max([args.device_blocks, *(sweep.device if sweep else ())])
-    workload = load_workload(
-        _trace_path(args.trace),
-        args.limit,
-        stages,
-        largest_tokens=largest_blocks * args.block_tokens,
-    )
+    workload = load_workload(_trace_path(args.trace), args.limit)
     if args.write_policy == "all":
         report, points = await compare_policies(workload, options, stages)
         report.write_policies = points
