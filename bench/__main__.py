@@ -32,6 +32,7 @@ BENCHES = (
     "shutdown",
     "ranks",
     "loop_held",
+    "reset",
     "sync",
     "steps",
     "fastdeploy",

@@ -49,7 +49,7 @@ def main() -> int:
         return note
 
     CacheController.submit = watched  # type: ignore[method-assign]
-    workload = load_workload(str(trace), REQUESTS, stages)
+    workload = load_workload(str(trace), REQUESTS)
     options = ReplayOptions(
         host_blocks=HOST_BLOCKS, device_blocks=DEVICE_BLOCKS, concurrency=8, latencies=False
     )

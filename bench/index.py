@@ -25,6 +25,7 @@ from aiokv.trace.loops import plain_loop
 from aiokv.trace.replay import ReplayOptions, load_workload, replay, workload_of
 from bench.harness import find_trace
 from tests.harness.synthetic_trace import generate_trace
+from tests.harness.traces import trace_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,8 +66,8 @@ def _load(quick: bool) -> Workload:
         requests = generate_trace(
             1_000 if quick else 8_000, live_conversations=300, turn_tokens=3_000
         )
-        return workload_of("generated", requests, _no_stages)
-    return load_workload(str(path), 1_000 if quick else None, _no_stages)
+        return workload_of("generated", requests)
+    return load_workload(str(path), 1_000 if quick else None)
 
 
 def _no_stages(stage: str, total: int) -> Callable[[int], None]:
@@ -76,7 +77,7 @@ def _no_stages(stage: str, total: int) -> Callable[[int], None]:
 async def _trace(workload: Workload, device_blocks: int, policy: EvictionPolicy) -> dict[str, Any]:
     options = ReplayOptions(device_blocks=device_blocks, latencies=False, eviction_policy=policy)
     report = await replay(workload, options, _no_stages)
-    blocks = sum(-(-len(tokens) // BLOCK_TOKENS) for tokens in workload.prompts)
+    blocks = sum(-(-request.input_tokens // BLOCK_TOKENS) for request in workload.requests)
     is_public = find_trace() is not None and report.requests == PUBLIC_REQUESTS
     earlier = {"block_nodes_requests_per_second": BLOCK_NODES[policy][device_blocks]}
     return {
@@ -95,8 +96,9 @@ def _native_seconds(workload: Workload, device_blocks: int, policy: EvictionPoli
         block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, eviction_policy=policy
     )
     core = new_core(config)
+    prompts = trace_prompts(workload.requests)
     started = time.thread_time()
-    for tokens in workload.prompts:
+    for tokens in prompts:
         n = len(tokens)
         lease, _, _ = core.match(tokens, "")
         core.allocate(lease, n)

@@ -12,7 +12,7 @@ import pstats
 from pathlib import Path
 
 from aiokv import CacheConfig, CacheEngine
-from aiokv.trace.loops import plain_loop
+from aiokv.trace.loops import plain_loop, prompt_chunks
 from aiokv.trace.replay import load_workload
 from bench.harness import ROOT, find_trace
 
@@ -24,16 +24,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--out", type=Path, default=ROOT / "profile.pstats")
     args = parser.parse_args()
-    workload = load_workload(str(args.trace), args.limit, lambda stage, total: lambda count: None)
+    workload = load_workload(str(args.trace), args.limit)
     fitting = workload.fitting(args.device_blocks * 16)
     profiler = cProfile.Profile()
 
     async def loop() -> None:
         config = CacheConfig(block_tokens=16, device_blocks=args.device_blocks)
         async with CacheEngine(config) as engine:
-            profiler.enable()
-            await plain_loop(engine, fitting.prompts)
-            profiler.disable()
+            for prompts in prompt_chunks(fitting.requests):
+                profiler.enable()
+                await plain_loop(engine, prompts)
+                profiler.disable()
 
     asyncio.run(loop())
     profiler.dump_stats(args.out)

@@ -41,6 +41,12 @@ class Parser(argparse.ArgumentParser):
         if options.get("epilog"):  # its lines stay as they are
             options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options | {"allow_abbrev": False})
+        self.add_argument(
+            "--log-level",
+            default=argparse.SUPPRESS,  # a command without the option keeps the value before it
+            choices=("debug", "info", "warning", "error"),
+            help="least severe log line to print on stderr (default: warning)",
+        )
 
 
 def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | None = None) -> int:
@@ -106,21 +112,17 @@ class _Version(argparse.Action):
 
 
 def new_parser(prog: str, description: str, epilog: str | None = None) -> Parser:
-    """Return a parser with the option of all programs."""
+    """Return the parser of a program."""
     parser = Parser(prog=prog, description=description, epilog=epilog)
-    parser.add_argument(
-        "--log-level",
-        default="warning",
-        choices=("debug", "info", "warning", "error"),
-        help="least severe log line to print on stderr (default: %(default)s)",
-    )
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, log_level="warning")
     return parser
 
 
 def _make_parser() -> Parser:
     parser = new_parser("aiokv", "Asyncio event-driven KV-cache engine for LLM serving.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument(
+        "-V", "--version", action=_Version, nargs=0, help="print the version and exit"
+    )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command, module in _command_modules():
         module.add_parser(subparsers)

@@ -61,6 +61,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     output.add_argument(
         "--json", type=Path, metavar="FILE", help="write the result as JSON to this file"
     )
+    output.add_argument(
+        "--verbose",
+        action="store_true",
+        help="also print the time and the memory of the replay itself",
+    )
     add_plot(output)
     output.add_argument(
         "--timeline",
@@ -143,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     with show_progress("requests", sys.stderr) as stages:
         report = run_async(_replay(args, stages))
     # First: a file that cannot be written must not cost the work.
-    print_rows(_title(report.trace), rows(report))
+    print_rows(_title(report.trace), rows(report, verbose=args.verbose))
     if args.json:
         write_json(args.json, report)
     if args.plot:
@@ -184,12 +189,7 @@ async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport
                 f"--engines is {args.engines} with {flag}, which replays on one engine",
                 hint=f"leave out {flag} or --engines",
             )
-    workload = load_workload(
-        _trace_path(args.trace),
-        args.limit,
-        stages,
-        largest_tokens=args.device_blocks * args.block_tokens,
-    )
+    workload = load_workload(_trace_path(args.trace), args.limit)
     routers = ROUTERS if args.router == "all" else (args.router,)
     fleet = from_arguments(FleetOptions, args, routers=routers)
     return await replay_fleet(workload, _make_options(args), fleet, stages)
@@ -199,6 +199,7 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
     from aiokv.trace.replay import (
         compare_evictions,
         compare_policies,
+        doubling_capacities,
         load_workload,
         sweep_capacities,
     )
@@ -217,13 +218,7 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
     sweep = sweep_of(args)
     if sweep is not None:
         _check_sweep(options, sweep)
-    largest_blocks = max([args.device_blocks, *(sweep.device if sweep else ())])
-    workload = load_workload(
-        _trace_path(args.trace),
-        args.limit,
-        stages,
-        largest_tokens=largest_blocks * args.block_tokens,
-    )
+    workload = load_workload(_trace_path(args.trace), args.limit)
     if args.write_policy == "all":
         report, points = await compare_policies(workload, options, stages)
         report.write_policies = points
@@ -236,7 +231,7 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
         report.capacities = await sweep_capacities(
             workload,
             options,
-            sweep.device,
+            sweep.device or doubling_capacities(workload, options.block_tokens),
             stages,
             host_blocks=sweep.host,
             disk_blocks=sweep.disk,
@@ -297,6 +292,7 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
         token_seconds=args.token_ms / 1e3,
         execute_bytes=args.execute_mib << 20,
         disk=_disk_options(args),
+        latencies=bool(args.verbose or args.json or args.timeline),
         **chosen,
     )
 

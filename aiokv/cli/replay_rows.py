@@ -26,7 +26,8 @@ def fleet_rows(report: FleetReport) -> Iterator[tuple[str, str]]:
         yield f"hit tokens, {point.router}", text
 
 
-def rows(report: ReplayReport) -> list[tuple[str, str]]:
+def rows(report: ReplayReport, *, verbose: bool) -> list[tuple[str, str]]:
+    """Return the hits and the traffic; with ``verbose``, also time and memory of the replay."""
     found = [
         ("requests", f"{report.requests:,}"),
         ("prompt tokens", f"{report.prompt_tokens:,}"),
@@ -36,17 +37,10 @@ def rows(report: ReplayReport) -> list[tuple[str, str]]:
     for tier, tokens in report.hit_tokens.items():
         share = tokens / report.prompt_tokens
         found.append((f"hit tokens, {tier}", f"{tokens:,} ({share:.2%})"))
-    found += [
-        ("evicted device blocks", f"{report.evicted_blocks:,}"),
-        ("index CPU time", format_seconds(report.index_seconds)),
-        ("requests per CPU second", f"{report.requests_per_second:,.0f}"),
-        ("wall-clock time", format_seconds(report.wall_seconds)),
-    ]
+    found.append(("evicted device blocks", f"{report.evicted_blocks:,}"))
     if report.failed_onloads:
         found.append(("failed onloads", f"{report.failed_onloads:,}"))
     found += _traffic_rows(report)
-    found += _latency_rows(report)
-    found += _memory_rows(report)
     for eviction in report.eviction_policies or ():
         text = (
             f"hits {eviction.hit_tokens['total']:,} tokens ({eviction.hit_rate:.2%}), on the "
@@ -54,7 +48,20 @@ def rows(report: ReplayReport) -> list[tuple[str, str]]:
         )
         found.append((eviction.eviction_policy, text))
     found += sweep_rows(report.capacities or ())
-    return found
+    if report.execute:
+        found.append(("blocks written", f"{report.execute.written_blocks:,}"))
+        found.append(("cached blocks verified", f"{report.execute.verified_blocks:,}"))
+    return found + (_own_rows(report) if verbose else [])
+
+
+def _own_rows(report: ReplayReport) -> list[tuple[str, str]]:
+    return [
+        ("index CPU time", format_seconds(report.index_seconds)),
+        ("requests per CPU second", f"{report.requests_per_second:,.0f}"),
+        ("wall-clock time", format_seconds(report.wall_seconds)),
+        *_latency_rows(report),
+        *_memory_rows(report),
+    ]
 
 
 def _traffic_rows(report: ReplayReport) -> list[tuple[str, str]]:
@@ -101,14 +108,10 @@ def _latency_rows(report: ReplayReport) -> list[tuple[str, str]]:
 
 def _memory_rows(report: ReplayReport) -> list[tuple[str, str]]:
     memory = report.memory
-    rows = [
+    return [
         ("cached blocks", f"{memory.cached_blocks:,}"),
         ("index memory", f"{memory.index_bytes / 2**20:,.1f} MiB"),
         ("index memory per cached block", f"{memory.index_bytes_per_block:.1f} B"),
         ("token ids", f"{memory.token_bytes / 2**20:,.1f} MiB"),
         ("growth of resident memory", f"{memory.rss_delta_bytes / 2**20:,.1f} MiB"),
     ]
-    if report.execute:
-        rows.append(("blocks written", f"{report.execute.written_blocks:,}"))
-        rows.append(("cached blocks verified", f"{report.execute.verified_blocks:,}"))
-    return rows

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from aiokv.trace.report import CapacityPoint, ReplayReport
 
-DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
 DEFAULT_BLOCK_KIB = 2048
 PLOT_SUFFIXES = (".svg", ".png")
 
@@ -43,7 +42,7 @@ class Capacity(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """Numbers of blocks of each tier; an empty list is not varied."""
+    """Numbers of blocks of each tier; an empty list is not varied, all empty: by the trace."""
 
     device: list[int]
     host: list[int]
@@ -92,8 +91,8 @@ def add_plot(group: argparse._ArgumentGroup) -> None:
         "--plot",
         type=Path,
         metavar="FILE.svg|FILE.png",
-        help="draw the hit rate over the capacities, by default over --capacities "
-        f"{DEFAULT_CAPACITIES}; needs matplotlib",
+        help="draw the hit rate over the capacities, by default over eight device sizes "
+        "up to one that holds all blocks of the trace; needs matplotlib",
     )
 
 
@@ -133,10 +132,8 @@ def sweep_of(args: argparse.Namespace) -> Sweep | None:
         blocks("--host-capacities", args.host_capacities),
         blocks("--disk-capacities", args.disk_capacities),
     )
-    if not any(found) and args.plot:
-        found = found._replace(device=[int(n) for n in DEFAULT_CAPACITIES.split(",")])
     if not any(found):
-        return None
+        return found if args.plot else None
     return found if found.device else found._replace(device=[args.device_blocks])
 
 

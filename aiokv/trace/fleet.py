@@ -11,6 +11,7 @@ import msgspec
 from aiokv import CacheEngine
 from aiokv.demo.router import ROUTER_NAMES, RouterName, new_router
 from aiokv.errors import UsageError
+from aiokv.trace.format import expand_tokens
 from aiokv.trace.loops import CHUNK_REQUESTS, plain_loop
 from aiokv.trace.report import FleetReport, RouterPoint
 
@@ -59,8 +60,8 @@ async def replay_fleet(
     return FleetReport(
         trace=workload.trace,
         config=msgspec.to_builtins(options) | msgspec.to_builtins(fleet),
-        requests=len(fitting.prompts),
-        rejected_requests=workload.num_requests - fitting.num_requests,
+        requests=len(fitting.requests),
+        rejected_requests=len(workload.requests) - len(fitting.requests),
         prompt_tokens=fitting.prompt_tokens,
         routers=points,
     )
@@ -74,17 +75,18 @@ async def _run(
     name: RouterName,
     stages: Stages,
 ) -> RouterPoint:
-    progress = stages(f"{name}, {fleet.engines} engines", len(workload.prompts))
+    total = len(workload.requests)
+    progress = stages(f"{name}, {fleet.engines} engines", total)
     async with AsyncExitStack() as stack:
         engines = [
             await stack.enter_async_context(CacheEngine(options.cache_config))
             for _ in range(fleet.engines)
         ]
-        arrivals = zip(workload.prompts, workload.arrival_seconds, strict=True)
-        for count, (tokens, now) in enumerate(arrivals, start=1):
+        for count, request in enumerate(workload.requests, start=1):
+            tokens, now = expand_tokens(request), workload.arrival_seconds(request)
             held = [engine.would_hit(tokens).total for engine in engines]
             await plain_loop(engines[router.choose(held, len(tokens), now)], [tokens])
-            if count % CHUNK_REQUESTS == 0 or count == len(workload.prompts):
+            if count % CHUNK_REQUESTS == 0 or count == total:
                 progress(count % CHUNK_REQUESTS or CHUNK_REQUESTS)
                 await asyncio.sleep(0)
         return _point(name, engines, workload.prompt_tokens)

@@ -33,7 +33,6 @@ log = Log(__name__)
 STDIN: Final = "-"
 # The trace that comes with the package; tests/harness/synthetic_trace.py generates it.
 EXAMPLE: Final = Path(__file__).with_name("example.jsonl.gz")
-TOKEN_BYTES = 4  # bytes per expanded token (int32)
 # id * 512 + offset must stay an int32, so that two ids never share a token.
 MAX_HASH_ID = 2**31 // HASH_BLOCK_TOKENS - 1
 

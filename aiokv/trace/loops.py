@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from aiokv.errors import AiokvError, TransferError
+from aiokv.trace.format import expand_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from aiokv import CacheEngine, Lease
     from aiokv.trace.disk_tier import DiskTier
+    from aiokv.trace.format import TraceRequest
     from aiokv.trace.payload import Payload
 
     Prompt = NDArray[np.int32]
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 # Requests between two passes of the event loop, where progress is drawn and Ctrl-C is delivered.
 CHUNK_REQUESTS = 500
+CHUNK_TOKENS = 1 << 17  # expanded at a time: 512 KiB, which stay in the cache of the core
 
 
 class LoopClock:
@@ -114,13 +117,12 @@ async def timed_loop(engine: CacheEngine, prompts: Sequence[Prompt], samples: Sa
 
 async def run_in_chunks(
     loop: Callable[[Sequence[Prompt]], Awaitable[None]],
-    prompts: Sequence[Prompt],
+    requests: Iterable[TraceRequest],
     progress: Progress,
 ) -> LoopClock:
-    """Await ``loop`` on chunks of the prompts; return a clock that excludes progress."""
+    """Await ``loop`` on chunks of prompts; return a clock that excludes expansion and progress."""
     clock = LoopClock()
-    for first in range(0, len(prompts), CHUNK_REQUESTS):
-        chunk = prompts[first : first + CHUNK_REQUESTS]
+    for chunk in prompt_chunks(requests):
         with clock.running():
             await loop(chunk)
         progress(len(chunk))
@@ -128,11 +130,25 @@ async def run_in_chunks(
     return clock
 
 
+def prompt_chunks(requests: Iterable[TraceRequest]) -> Iterator[list[Prompt]]:
+    """Yield the expanded prompts, in chunks of ``CHUNK_REQUESTS`` or of about ``CHUNK_TOKENS``."""
+    chunk: list[Prompt] = []
+    tokens = 0
+    for request in requests:
+        chunk.append(expand_tokens(request))
+        tokens += request.input_tokens
+        if len(chunk) == CHUNK_REQUESTS or tokens >= CHUNK_TOKENS:
+            yield chunk
+            chunk, tokens = [], 0
+    if chunk:
+        yield chunk
+
+
 class Replayer:
     """Serves requests by match, allocate, onload, commit and release, and times each call.
 
     Attributes:
-        clock: CPU and wall-clock time of the replay, without payload and disk tier.
+        clock: time of the replay; its CPU time excludes expansion, payload and disk tier.
         samples: times of the calls.
         failed_onloads: number of leases whose onload failed and that computed the blocks again.
     """
@@ -153,18 +169,18 @@ class Replayer:
         self.samples = Samples()
         self.failed_onloads = 0
 
-    async def window(self, prompts: Sequence[Prompt], live: int, progress: Progress) -> None:
+    async def window(self, requests: Sequence[TraceRequest], live: int, progress: Progress) -> None:
         """Hold up to ``live`` leases; release the oldest for a new one, or when blocks run out."""
         leases: deque[Lease] = deque()
         with self.clock.running():
             try:
-                for count, tokens in enumerate(prompts, start=1):
+                for count, request in enumerate(requests, start=1):
                     if len(leases) >= live:
                         self._release(leases.popleft())
-                    leases.append(await self._admit(tokens, leases))
+                    leases.append(await self._admit(self._expand(request), leases))
                     # One pass of the loop per request: the poller sees the ends of transfers there.
                     await asyncio.sleep(0)
-                    if count % CHUNK_REQUESTS == 0 or count == len(prompts):
+                    if count % CHUNK_REQUESTS == 0 or count == len(requests):
                         with self.clock.paused():
                             progress(count % CHUNK_REQUESTS or CHUNK_REQUESTS)
             finally:
@@ -174,7 +190,7 @@ class Replayer:
 
     async def by_timestamps(
         self,
-        prompts: Sequence[Prompt],
+        requests: Sequence[TraceRequest],
         arrival_seconds: Sequence[float],
         hold_seconds: Sequence[float],
         live: int,
@@ -183,7 +199,7 @@ class Replayer:
         """Admit each request at its arrival, at most ``live`` at a time, and hold its lease.
 
         Args:
-            prompts: token ids of each request.
+            requests: requests in order of arrival.
             arrival_seconds: arrival of each request after the start, in ascending order.
             hold_seconds: time between the commit and the release of each request.
             live: number of leases held at once; other requests wait in order of arrival.
@@ -192,27 +208,35 @@ class Replayer:
         slots = asyncio.Semaphore(live)
         loop = asyncio.get_running_loop()
         start = loop.time()
-        requests = zip(prompts, arrival_seconds, hold_seconds, strict=True)
+        arrivals = zip(requests, arrival_seconds, hold_seconds, strict=True)
         with self.clock.running(), _first_of_a_group(AiokvError):
             async with asyncio.TaskGroup() as tasks:
-                for tokens, arrival, hold in requests:
+                for request, arrival, hold in arrivals:
                     if (delay := start + arrival - loop.time()) > 0:
                         await asyncio.sleep(delay)
-                    tasks.create_task(self._serve(tokens, hold, slots, progress))
+                    tasks.create_task(self._serve(request, hold, slots, progress))
             await self._engine.drain()
 
     async def _serve(
-        self, tokens: Prompt, hold_seconds: float, slots: asyncio.Semaphore, progress: Progress
+        self,
+        request: TraceRequest,
+        hold_seconds: float,
+        slots: asyncio.Semaphore,
+        progress: Progress,
     ) -> None:
         arrived = time.perf_counter_ns()
-        async with slots:
-            lease = await self._admit(tokens)
+        async with slots:  # waiting requests hold no prompts
+            lease = await self._admit(self._expand(request))
             try:
                 self.samples.admission.append(time.perf_counter_ns() - arrived)
                 await asyncio.sleep(hold_seconds)
             finally:
                 self._release(lease)
         progress(1)
+
+    def _expand(self, request: TraceRequest) -> Prompt:
+        with self.clock.paused():
+            return expand_tokens(request)
 
     async def _admit(self, tokens: Prompt, older: deque[Lease] | None = None) -> Lease:
         """Return a committed lease; release leases of ``older`` while blocks are missing."""

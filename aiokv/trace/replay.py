@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv import CacheConfig, CacheEngine
-from aiokv.base.memory import available_bytes
 from aiokv.config.cache_config import (  # msgspec reads the annotations
     DEFAULT_EVICTION_POLICY,
     EVICTION_POLICIES,
@@ -19,13 +18,7 @@ from aiokv.config.cache_config import (  # msgspec reads the annotations
 )
 from aiokv.errors import UsageError
 from aiokv.trace.disk_tier import DiskOptions, DiskTier
-from aiokv.trace.format import (
-    HASH_BLOCK_TOKENS,
-    TOKEN_BYTES,
-    TraceRequest,
-    expand_tokens,
-    read_trace,
-)
+from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, read_trace
 from aiokv.trace.knee import knee_of
 from aiokv.trace.loops import Replayer, Samples, plain_loop, run_in_chunks, timed_loop
 from aiokv.trace.min_oracle import min_hit_tokens
@@ -46,9 +39,6 @@ from aiokv.trace.report import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from aiokv.statistics import Statistics
     from aiokv.trace.report import SweptTier
@@ -120,35 +110,27 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Workload(msgspec.Struct, kw_only=True):
-    """Expanded trace.
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of a trace; their prompts are expanded one at a time.
 
     Attributes:
         trace: name of the trace.
-        prompts: token ids of each request, int32 ``[tokens]``.
-        arrival_seconds: arrival of each request after the first one.
-        output_tokens: number of output tokens of each request.
         requests: the requests in order of arrival.
-        left_out: requests that exceed all requested device capacities; not expanded.
+        start_ms: timestamp of the first request of the trace.
     """
 
     trace: str
-    prompts: list[NDArray[np.int32]]
-    arrival_seconds: list[float]
-    output_tokens: list[int]
     requests: list[TraceRequest]
-    left_out: list[TraceRequest] = []
+    start_ms: float
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all requests, including ``left_out``."""
-        left_out = sum(request.input_tokens for request in self.left_out)
-        return sum(map(len, self.prompts)) + left_out
+        """Prompt tokens of all requests."""
+        return sum(request.input_tokens for request in self.requests)
 
-    @property
-    def num_requests(self) -> int:
-        """Number of requests, including ``left_out``."""
-        return len(self.requests) + len(self.left_out)
+    def arrival_seconds(self, request: TraceRequest) -> float:
+        """Return the arrival of a request after the start of the trace."""
+        return (request.timestamp_ms - self.start_ms) / 1e3
 
     def fitting(self, capacity_tokens: int) -> Workload:
         """Return the workload without the prompts that exceed ``capacity_tokens``.
@@ -156,92 +138,33 @@ class Workload(msgspec.Struct, kw_only=True):
         Raises:
             UsageError: all prompts exceed it.
         """
-        kept = [i for i, tokens in enumerate(self.prompts) if len(tokens) <= capacity_tokens]
+        kept = [request for request in self.requests if request.input_tokens <= capacity_tokens]
         if not kept:
             raise UsageError(
-                f"none of the {self.num_requests} requests of {self.trace} fits the device's "
+                f"none of the {len(self.requests)} requests of {self.trace} fits the device's "
                 f"capacity of {capacity_tokens} tokens",
                 hint="raise device_blocks",
             )
-        return Workload(
-            trace=self.trace,
-            prompts=[self.prompts[i] for i in kept],
-            arrival_seconds=[self.arrival_seconds[i] for i in kept],
-            output_tokens=[self.output_tokens[i] for i in kept],
-            requests=[self.requests[i] for i in kept],
-        )
+        return msgspec.structs.replace(self, requests=kept)
 
 
-def load_workload(
-    path: str, limit: int | None, stages: Stages, *, largest_tokens: int | None = None
-) -> Workload:
-    """Read and expand a trace, or its first ``limit`` requests.
-
-    Args:
-        path: path of the trace file.
-        limit: number of requests to read; None for all.
-        stages: shows progress.
-        largest_tokens: longer requests are left out, not expanded; None expands all.
+def load_workload(path: str, limit: int | None = None) -> Workload:
+    """Read a trace, or its first ``limit`` requests.
 
     Raises:
         TraceError: see :func:`read_trace`.
-        UsageError: the expanded prompts would take more than half of the free memory.
     """
-    requests = read_trace(path, limit)
-    return workload_of(path, requests, stages, largest_tokens=largest_tokens)
+    return workload_of(path, read_trace(path, limit))
 
 
-def workload_of(
-    name: str,
-    requests: Sequence[TraceRequest],
-    stages: Stages,
-    *,
-    largest_tokens: int | None = None,
-    max_bytes: int | None = None,
-) -> Workload:
-    """Expand ``requests``, one or more.
+def workload_of(name: str, requests: list[TraceRequest]) -> Workload:
+    """Return the workload of ``requests``, one or more in order of arrival.
 
     Args:
         name: name of the trace, for reports and messages.
         requests: requests in order of arrival.
-        stages: shows progress.
-        largest_tokens: longer requests are left out, not expanded; None expands all.
-        max_bytes: limit of the expanded prompts in bytes; None for half of the free memory.
-
-    Raises:
-        UsageError: the expanded prompts would take more than ``max_bytes``.
     """
-    kept = [r for r in requests if largest_tokens is None or r.input_tokens <= largest_tokens]
-    _check_memory(name, kept, max_bytes)
-    progress = stages("expand", len(kept))
-    prompts = []
-    for request in kept:
-        prompts.append(expand_tokens(request))
-        progress(1)
-    return Workload(
-        trace=name,
-        prompts=prompts,
-        arrival_seconds=[(r.timestamp_ms - requests[0].timestamp_ms) / 1e3 for r in kept],
-        output_tokens=[r.output_tokens for r in kept],
-        requests=kept,
-        left_out=[
-            r for r in requests if largest_tokens is not None and r.input_tokens > largest_tokens
-        ],
-    )
-
-
-def _check_memory(name: str, requests: Sequence[TraceRequest], max_bytes: int | None) -> None:
-    """Raise if the expanded prompts exceed the limit: a line expands to about 1000x its size."""
-    tokens = sum(request.input_tokens for request in requests)
-    limit = available_bytes() // 2 if max_bytes is None else max_bytes
-    if tokens * TOKEN_BYTES > limit:
-        raise UsageError(
-            f"the prompts of {name} have {tokens:,} tokens, which need "
-            f"{tokens * TOKEN_BYTES / 2**20:,.0f} MiB of memory; the limit is "
-            f"{limit / 2**20:,.0f} MiB",
-            hint="replay only the first requests with --limit; the default limit of the memory is "
-            "half of what is free",
-        )
+    return Workload(trace=name, requests=requests, start_ms=requests[0].timestamp_ms)
 
 
 def _not_observed(engine: CacheEngine) -> AbstractContextManager[object]:
@@ -257,7 +180,7 @@ async def replay(
     """Run the workload on a new engine.
 
     Args:
-        workload: the expanded trace.
+        workload: the trace.
         options: options of the replay.
         stages: shows progress.
         observe: returns a context for an engine that replays the trace, such as
@@ -276,7 +199,7 @@ async def replay(
         run = await _replay_plain(fitting, options, stages, observe)
     else:
         run = await _replay_general(fitting, options, stages, observe)
-    rejected = workload.num_requests - fitting.num_requests
+    rejected = len(workload.requests) - len(fitting.requests)
     return _make_report(fitting, options, run, rss_before, rejected)
 
 
@@ -320,19 +243,19 @@ class _Run(msgspec.Struct, kw_only=True):
 async def _replay_plain(
     workload: Workload, options: ReplayOptions, stages: Stages, observe: Observe
 ) -> _Run:
-    prompts = workload.prompts
+    requests = workload.requests
     async with CacheEngine(options.cache_config) as engine:
-        progress = stages(_stage("replay", options), len(prompts))
-        clock = await run_in_chunks(lambda chunk: plain_loop(engine, chunk), prompts, progress)
+        progress = stages(_stage("replay", options), len(requests))
+        clock = await run_in_chunks(lambda chunk: plain_loop(engine, chunk), requests, progress)
         statistics = engine.statistics()
         rss_bytes = resident_bytes()
     samples = Samples()
     if options.latencies:
         async with CacheEngine(options.cache_config) as timed:
-            progress = stages(_stage("latencies", options), len(prompts))
+            progress = stages(_stage("latencies", options), len(requests))
             with observe(timed):
                 await run_in_chunks(
-                    lambda chunk: timed_loop(timed, chunk, samples), prompts, progress
+                    lambda chunk: timed_loop(timed, chunk, samples), requests, progress
                 )
     return _Run(
         cpu_seconds=clock.cpu_seconds,
@@ -349,17 +272,18 @@ async def _replay_general(
     payload = _make_payload(options)
     regions = payload.regions if payload else None
     disk = DiskTier(options.disk, block_tokens=options.block_tokens) if options.disk else None
-    progress = stages(_stage("replay", options), len(workload.prompts))
+    requests, speed = workload.requests, options.speed
+    progress = stages(_stage("replay", options), len(requests))
     async with CacheEngine(options.cache_config, regions=regions) as engine:
         replayer = Replayer(engine, block_tokens=options.block_tokens, payload=payload, disk=disk)
         with observe(engine):
-            if options.speed is None:
-                await replayer.window(workload.prompts, options.concurrency, progress)
+            if speed is None:
+                await replayer.window(requests, options.concurrency, progress)
             else:
                 await replayer.by_timestamps(
-                    workload.prompts,
-                    [seconds / options.speed for seconds in workload.arrival_seconds],
-                    [n * options.token_seconds / options.speed for n in workload.output_tokens],
+                    requests,
+                    [workload.arrival_seconds(request) / speed for request in requests],
+                    [r.output_tokens * options.token_seconds / speed for r in requests],
                     options.concurrency,
                     progress,
                 )
@@ -409,7 +333,7 @@ async def sweep_capacities(
     most sizes is marked.
 
     Args:
-        workload: the expanded trace.
+        workload: the trace.
         options: options of all replays, except the capacities.
         capacities: numbers of device blocks.
         stages: shows progress.
@@ -440,6 +364,15 @@ async def sweep_capacities(
             )
         )
     return _with_knees(points)
+
+
+def doubling_capacities(workload: Workload, block_tokens: int) -> list[int]:
+    """Return eight numbers of device blocks, each twice the last; the largest holds all prompts."""
+    ids = {block for request in workload.requests for block in request.hash_ids}
+    largest, needed = 1_000, len(ids) * HASH_BLOCK_TOKENS // block_tokens
+    while largest < needed:
+        largest *= 2
+    return [max(1, largest >> shift) for shift in range(7, -1, -1)]
 
 
 def _with_blocks(disk: DiskOptions | None, blocks: int) -> DiskOptions | None:
@@ -557,7 +490,7 @@ def _make_payload(options: ReplayOptions) -> Payload | None:
 def _make_report(
     workload: Workload, options: ReplayOptions, run: _Run, rss_before: int, rejected: int
 ) -> ReplayReport:
-    requests, prompt_tokens = len(workload.prompts), workload.prompt_tokens
+    requests, prompt_tokens = len(workload.requests), workload.prompt_tokens
     hit_tokens = _hit_tokens(run)
     return ReplayReport(
         trace=workload.trace,

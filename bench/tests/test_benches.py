@@ -22,6 +22,7 @@ from bench import harness, peers_transports, redis_store
         "shutdown",
         "ranks",
         "loop_held",
+        "reset",
         "sync",
         "steps",
         "fastdeploy",

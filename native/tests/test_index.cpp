@@ -238,6 +238,27 @@ TEST(ids_of_a_finished_step_are_free_and_none_is_allocated_twice) {
     CHECK_EQ(pool.free_blocks(), 10u);
 }
 
+TEST(ids_go_back_together_in_any_order) {
+    std::vector<BlockId> shuffled = range(0, 200);
+    std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937(1));
+    std::vector<BlockId> descending(range(0, 200));
+    std::reverse(descending.begin(), descending.end());
+    for (const std::vector<BlockId>& order : {range(0, 200), descending, shuffled}) {
+        DevicePool pool(200);
+        std::vector<BlockId> ids(200);
+        pool.take(ids);
+        for (const BlockId id : {0, 63, 64, 130}) pool.use_in(id, 7);
+        pool.give_back_all(200, [&](std::uint32_t i) { return order[i]; });
+        CHECK_EQ(pool.free_blocks(), 200u);
+        CHECK_EQ(pool.cooling_blocks(), 4u);
+        std::vector<BlockId> rested(196);
+        pool.take(rested);
+        for (const BlockId id : rested) CHECK_EQ(pool.after_step(id), 0u);
+        pool.finish_step(7);
+        for (const BlockId id : {0, 63, 64, 130}) CHECK(pool.is_free(id));
+    }
+}
+
 // -- tree ------------------------------------------------------------------------------------
 
 TEST(tree_finds_children_of_forks) {
@@ -600,6 +621,44 @@ TEST(reset_leaves_leases_and_transfers_their_blocks) {  // I8
     cache.release(writer);
     CHECK_EQ(cache.core.statistics().device_free, 6u);
     CHECK_EQ(cache.core.statistics().host_free, 6u);
+}
+
+TEST(reset_frees_the_unused_blocks_of_both_tiers_and_of_unfinished_steps) {  // I8
+    Cache cache(64, 64);
+    const auto prompt = [](std::int32_t first) {
+        std::vector<std::int32_t> tokens(21);
+        std::iota(tokens.begin(), tokens.end(), first);
+        return tokens;
+    };
+    cache.to_host(prompt(0));  // its ten blocks are on the host only
+    cache.release(cache.serve(prompt(100)));
+    cache.complete(cache.core.take_backups(), Outcome::kDone);  // on both
+    const LeaseId stepped = cache.serve(prompt(200));           // on the device only
+    cache.core.release(stepped, 5);
+    std::vector<std::int32_t> fork = prompt(200);
+    fork[10] = -1;
+    cache.release(cache.serve(fork));
+    const LeaseId reader = cache.match({300, 301, 302, 303, 304});
+    cache.allocate(reader, 5);
+    cache.core.commit(reader, 5, 0);
+    cache.release(cache.serve(prompt(300)));  // two of its blocks are leased
+    const LeaseId held = cache.serve(prompt(400));
+    const TransferId save = cache.core.take_backups();  // pins blocks
+    cache.release(held);
+
+    cache.core.reset();
+    cache.check();
+    CHECK_EQ(cache.core.statistics().dropped.of(EvictionCause::kReset), 55u);
+    CHECK_EQ(cache.core.statistics().evictable_blocks, 0u);
+    CHECK(cache.core.statistics().device_cooling > 0);
+    cache.complete(save, Outcome::kDone);
+    cache.release(reader);
+    cache.core.finish_step(5);
+    cache.check();
+    CHECK_EQ(cache.core.statistics().device_free, 64u);
+    CHECK_EQ(cache.core.statistics().host_free, 64u);
+    cache.release(cache.serve(prompt(100)));
+    CHECK_EQ(cache.device_hit + cache.host_hit, 0u);
 }
 
 TEST(resize_refuses_blocks_in_use) {

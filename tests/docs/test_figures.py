@@ -164,6 +164,11 @@ def test_requests_per_cpu_second_of_the_index():
     assert cells_of(README, "Index through the API")[1] == f"{low:,.0f} to {high:,.0f}"
 
 
+def test_time_of_a_reset():
+    milliseconds = results("reset")["benches"]["reset"]["ms_of_10000000_blocks"]
+    assert f"`reset` of ten million cached blocks takes {milliseconds:.0f} ms" in MEASURED
+
+
 def test_speed_of_the_disk_store_relative_to_a_plain_loop():
     disk = results("stores-xeon")["benches"]["disk"]
     sizes = [v for name, v in disk.items() if name.endswith("_kib")]

@@ -11,7 +11,7 @@ import uvloop
 from aiokv import cli
 from aiokv.errors import UsageError
 from aiokv.trace.fleet import FleetOptions, replay_fleet
-from aiokv.trace.replay import ReplayOptions, load_workload, replay
+from aiokv.trace.replay import ReplayOptions, load_workload, replay, workload_of
 from tests.harness.traces import find_trace
 
 SMALL = Path(__file__).parents[1] / "data" / "small.jsonl"
@@ -23,7 +23,7 @@ def no_stages(stage, total):
 
 @pytest.fixture(scope="module")
 def small():
-    return load_workload(str(SMALL), None, no_stages)
+    return load_workload(str(SMALL))
 
 
 def run_fleet(workload, engines, device_blocks=2_000, **fleet):
@@ -63,8 +63,7 @@ def test_asking_the_engines_changes_no_hits(small):
     router = run_fleet(small, 2, routers=("round-robin",)).routers[0]
     expected = 0
     for first in (0, 1):
-        half = small.fitting(10**9)
-        half.prompts, half.arrival_seconds = half.prompts[first::2], half.arrival_seconds[first::2]
+        half = workload_of("half", small.requests[first::2])
         report = uvloop.run(replay(half, ReplayOptions(device_blocks=2_000), no_stages))
         expected += report.hit_tokens["total"]
     assert router.hit_tokens == expected
@@ -74,7 +73,7 @@ def test_public_trace_is_hit_more_often_behind_the_prefix_router():
     path = find_trace()
     if path is None:
         pytest.skip("the public conversation trace is not here (name it in AIOKV_TRACE)")
-    workload = load_workload(str(path), 2_000, no_stages)
+    workload = load_workload(str(path), 2_000)
     prefix, in_turn = run_fleet(workload, 4, device_blocks=32_000).routers
     assert prefix.hit_tokens > 1.5 * in_turn.hit_tokens
 

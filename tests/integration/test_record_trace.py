@@ -75,7 +75,7 @@ async def test_recorded_trace_replays_with_the_hits_of_the_original(tmp_path: Pa
     )
     options = ReplayOptions(device_blocks=2000, latencies=False)
     hits = [
-        (await replay(workload_of("t", trace, no_stages), options, no_stages)).hit_tokens
+        (await replay(workload_of("t", trace), options, no_stages)).hit_tokens
         for trace in (original, recorded)
     ]
     assert hits[0] == hits[1]

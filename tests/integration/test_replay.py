@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import uvloop
@@ -16,7 +17,8 @@ import uvloop
 from aiokv import cli
 from aiokv.errors import InternalError, UsageError
 from aiokv.trace.disk_tier import DiskOptions
-from aiokv.trace.format import EXAMPLE
+from aiokv.trace.format import EXAMPLE, TraceRequest
+from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.payload import Payload
 from aiokv.trace.replay import (
     ReplayOptions,
@@ -28,8 +30,12 @@ from aiokv.trace.replay import (
 )
 from tests.harness.plotting import load_fonts
 from tests.harness.synthetic_trace import example_lines
-from tests.harness.traces import find_trace
+from tests.harness.traces import find_trace, trace_prompts
 from tests.models.demo.trace import trace_workload
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 SMALL = Path(__file__).parents[1] / "data" / "small.jsonl"
 BLOCK_TOKENS = 16
@@ -45,14 +51,22 @@ def run_replay(workload, **options):
 
 @pytest.fixture(scope="module")
 def small() -> Workload:
-    return load_workload(str(SMALL), None, no_stages)
+    return load_workload(str(SMALL))
+
+
+def prompts_of(workload: Workload) -> list[NDArray[np.int32]]:
+    return trace_prompts(workload.requests)
+
+
+def longest_prompt(workload: Workload) -> int:
+    return max(request.input_tokens for request in workload.requests)
 
 
 def hit_tokens_without_eviction(workload: Workload) -> int:
     """Return the hits of an unlimited cache: the longest known prefix in whole blocks."""
     known: set[bytes] = set()
     hits = 0
-    for tokens in workload.prompts:
+    for tokens in prompts_of(workload):
         ends = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
         prefixes = [hash(tokens[:end].tobytes()) for end in ends]
         usable = prefixes[: (len(tokens) - 1) // BLOCK_TOKENS]
@@ -67,7 +81,7 @@ def hit_tokens_without_eviction(workload: Workload) -> int:
 def test_host_much_smaller_than_the_device_delays_no_allocation(small):
     """Unsaved parents of evicted blocks come to the front of the queue one by one."""
     run = run_replay(small, device_blocks=1_000, host_blocks=100, write_policy="write_back")
-    assert run.requests == len(small.prompts)
+    assert run.requests == len(small.requests)
 
 
 def test_cache_of_unlimited_size_hits_every_known_prefix(small):
@@ -77,8 +91,8 @@ def test_cache_of_unlimited_size_hits_every_known_prefix(small):
         "total": report.hit_tokens["total"]
     }
     assert report.evicted_blocks == 0
-    assert report.requests == len(small.prompts) == 400
-    assert report.prompt_tokens == sum(map(len, small.prompts))
+    assert report.requests == len(small.requests) == 400
+    assert report.prompt_tokens == sum(map(len, prompts_of(small)))
     assert report.requests_per_second == pytest.approx(400 / report.index_seconds)
 
 
@@ -159,7 +173,7 @@ def test_blocks_on_both_tiers_count_once_in_the_memory_per_block(small):
     memory = run_replay(small, device_blocks=4_000, host_blocks=2_000).memory
     blocks = {
         tokens[:end].tobytes()
-        for tokens in small.prompts
+        for tokens in prompts_of(small)
         for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
     }
     one_tier = run_replay(small, device_blocks=len(blocks) + 1_000).memory
@@ -176,7 +190,7 @@ def test_concurrent_leases_hold_their_blocks(small):
 
 
 def test_a_window_that_does_not_fit_shrinks(small):
-    longest = -(-max(map(len, small.prompts)) // BLOCK_TOKENS)
+    longest = -(-longest_prompt(small) // BLOCK_TOKENS)
     report = run_replay(small, device_blocks=longest, concurrency=64)
     assert (report.requests, report.rejected_requests) == (400, 0)
 
@@ -186,11 +200,11 @@ def test_replay_by_timestamps_admits_each_request_once(small):
     report = run_replay(small, device_blocks=20_000, concurrency=32, speed=1000.0)
     assert report.requests == 400
     assert report.latency_us["admission"].count == 400
-    assert report.wall_seconds >= small.arrival_seconds[-1] / 1000
+    assert report.wall_seconds >= small.arrival_seconds(small.requests[-1]) / 1000
 
 
 def test_requests_larger_than_the_device_are_left_out(small):
-    longest = -(-max(map(len, small.prompts)) // BLOCK_TOKENS)
+    longest = -(-longest_prompt(small) // BLOCK_TOKENS)
     report = run_replay(small, device_blocks=longest - 1, latencies=False)
     assert report.rejected_requests >= 1
     assert report.requests + report.rejected_requests == 400
@@ -237,23 +251,46 @@ def test_demo_expands_only_the_served_part_of_a_request(long_trace):
     assert peak_mib(serve) < 64
 
 
-def test_prompts_that_exceed_the_memory_are_refused(small):
-    tokens = small.prompt_tokens
-    assert workload_of("t", small.requests, no_stages, max_bytes=4 * tokens).prompts
-    with pytest.raises(UsageError, match=rf"prompts of t have {tokens:,} tokens") as caught:
-        workload_of("t", small.requests, no_stages, max_bytes=4 * tokens - 1)
-    assert "--limit" in caught.value.hint
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"concurrency": 4},
+        {"speed": 1e9, "host_blocks": 4_096},
+        {"latencies": False, "eviction_policy": "lru"},
+    ],
+    ids=["plain", "window", "timed", "one-pass"],
+)
+def test_replay_holds_a_fraction_of_the_prompts(options):
+    """The expanded prompts take 250 MiB; requests that wait for a slot hold none of them."""
+    requests = [
+        TraceRequest(
+            timestamp_ms=index, input_tokens=1 << 17, output_tokens=1, hash_ids=list(range(256))
+        )
+        for index in range(500)
+    ]
+    workload = workload_of("t", requests)
+    options = {"device_blocks": 1 << 16} | options
+    assert peak_mib(lambda: run_replay(workload, **options)) < 32
+
+
+def test_min_holds_memory_for_the_kept_blocks_only():
+    """Half a million uses of 1,000 blocks; one heap entry of each would take 70 MiB."""
+    request = TraceRequest(
+        timestamp_ms=0, input_tokens=512_000, output_tokens=1, hash_ids=list(range(1_000))
+    )
+    assert peak_mib(lambda: min_hit_tokens([request] * 500, 2_000)) < 16
 
 
 def test_left_out_requests_count_in_the_rates_of_a_sweep(small):
-    longest = max(map(len, small.prompts))
-    without = workload_of("t", small.requests, no_stages, largest_tokens=longest - 1)
-    assert without.num_requests == small.num_requests
-    assert without.prompt_tokens == small.prompt_tokens
-    for workload in (small, without):
-        report = run_replay(workload, device_blocks=longest // BLOCK_TOKENS - 1, latencies=False)
-        assert report.rejected_requests >= 1
-        assert report.requests + report.rejected_requests == 400
+    longest = longest_prompt(small)
+    device_blocks = longest // BLOCK_TOKENS - 1
+    report = run_replay(small, device_blocks=device_blocks, latencies=False)
+    assert report.rejected_requests >= 1
+    assert report.requests + report.rejected_requests == 400
+    (point,) = uvloop.run(sweep_capacities(small, ReplayOptions(), [device_blocks], no_stages))
+    assert point.prompt_tokens == small.prompt_tokens > report.prompt_tokens
+    assert point.hit_rate == report.hit_tokens["total"] / small.prompt_tokens
 
 
 def test_sweep_grows_with_capacity(small):
@@ -284,7 +321,7 @@ def public() -> Workload:
     path = find_trace()
     if path is None:
         pytest.skip("the public conversation trace is not here (name it in AIOKV_TRACE)")
-    return load_workload(str(path), None, no_stages)
+    return load_workload(str(path))
 
 
 @pytest.mark.parametrize(
@@ -413,6 +450,24 @@ def counts(printed: str) -> list[str]:
 
 def test_example_is_what_its_generator_makes():
     assert gzip.decompress(EXAMPLE.read_bytes()) == example_lines()
+
+
+def test_default_plot_of_the_example_has_a_knee(tmp_path, capsys):
+    assert run_cli("example", "--plot", tmp_path / "r.svg") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("hit tokens with ") for line in lines) == 8
+    assert any(line.startswith("knee of the curve: ") for line in lines)
+    rates = [line.split("(")[-1] for line in lines if line.startswith("hit tokens with ")]
+    assert len(set(rates)) > 5, "the curve is not flat"
+
+
+def test_time_and_memory_of_the_replay_itself_are_printed_on_request(capsys):
+    own = ("index CPU time: ", "match p50 / p99 / max: ", "index memory: ")
+    assert run_cli(SMALL, "--limit", 20) == 0
+    assert not any(name in capsys.readouterr().out for name in own)
+    assert run_cli(SMALL, "--limit", 20, "--verbose") == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in own)
 
 
 def test_missing_matplotlib_is_told_before_the_replay(monkeypatch, capsys):

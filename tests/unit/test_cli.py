@@ -37,9 +37,10 @@ def default_sigterm():
     signal.signal(signal.SIGTERM, before)
 
 
-def test_version(capsys):
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_version(flag, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
+        cli.main([flag])
     assert caught.value.code == 0
     assert capsys.readouterr().out.strip() == f"aiokv {importlib.metadata.version('aiokv')}"
 
@@ -79,8 +80,19 @@ TRACE = str(Path(__file__).parents[1] / "data" / "small.jsonl")
     "argv",
     [
         ["demo", "--conversations", "2", "--turns", "2"],
-        ["replay", TRACE, "--limit", "100", "--host-blocks", "500"],
-        ["replay", TRACE, "--limit", "20", "--execute", "--execute-mib", "8", "--speed", "1000"],
+        ["replay", TRACE, "--limit", "100", "--host-blocks", "500", "--verbose"],
+        [
+            "replay",
+            TRACE,
+            "--limit",
+            "20",
+            "--execute",
+            "--execute-mib",
+            "8",
+            "--speed",
+            "1000",
+            "--verbose",
+        ],
     ],
     ids=["demo", "replay", "timed-replay"],
 )
@@ -112,6 +124,23 @@ def test_bad_usage_exits_2(argv, capsys):
 def test_status_of_the_command_is_returned(fake_command):
     fake_command.run = lambda args: 7
     assert cli.main(["fake"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "level"),
+    [
+        (["fake"], "warning"),
+        (["--log-level", "debug", "fake"], "debug"),
+        (["fake", "--log-level", "info"], "info"),
+        (["--log-level", "debug", "fake", "--log-level", "info"], "info"),
+    ],
+    ids=["none", "before", "after", "both"],
+)
+def test_log_level_is_an_option_of_the_program_and_of_each_command(fake_command, argv, level):
+    levels = []
+    fake_command.run = lambda args: levels.append(args.log_level) or 0
+    assert cli.main(argv) == 0
+    assert levels == [level]
 
 
 def test_error_prints_message_and_hint(fake_command, capsys):

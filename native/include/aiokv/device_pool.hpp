@@ -76,19 +76,20 @@ class DevicePool {
     template <class IdOf>
     void give_back_all(std::uint32_t count, IdOf id_of) {
         for (std::uint32_t i = 0; i < count;) {
-            const BlockId highest = id_of(i);
-            if (after_step(highest) != 0) {
-                give_back(highest);
+            const BlockId id = id_of(i);
+            if (after_step(id) != 0) {
+                give_back(id);
                 ++i;
                 continue;
             }
-            std::uint32_t length = 1;
-            while (i + length < count) {
-                const BlockId next = id_of(i + length);
-                if (next != highest - static_cast<BlockId>(length) || after_step(next) != 0) break;
+            const bool ascends = i + 1 < count && id_of(i + 1) > id;
+            BlockId next = id;
+            std::uint32_t length = 0;
+            do {
+                next += ascends ? 1 : -1;
                 ++length;
-            }
-            pool_.give_back({highest - static_cast<BlockId>(length - 1), length});
+            } while (i + length < count && id_of(i + length) == next && after_step(next) == 0);
+            pool_.give_back({ascends ? id : next + 1, length});
             i += length;
         }
     }

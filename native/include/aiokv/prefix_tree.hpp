@@ -235,6 +235,8 @@ class PrefixTree {
     // Forgets the children of a node. The node is or becomes detached, and so do the children.
     void forget_children(NodeId node);
     void free(NodeId node);
+    // Frees all blocks of a run. They are detached, and their children are or become detached.
+    void free_run(RunId id);
     // Frees the last `count` blocks of a run that has no children.
     void trim(RunId id, std::uint32_t count);
 

@@ -192,6 +192,7 @@ class Residency {
     void note_lost_child(NodeId parent);
     void drop_subtree(NodeId top);
     void detach(NodeId node);
+    bool drop_unused(RunId id);
     void free_if_unowned(NodeId node);
     // Adds the uncounted blocks to the counts of one cause. Each public method that evicts or drops
     // blocks calls it last.

@@ -407,6 +407,13 @@ void PrefixTree::free(NodeId node) {
     if (--run.length == 0) close_run(id);
 }
 
+void PrefixTree::free_run(RunId id) {
+    const Run run = runs_[id];
+    if (is_fork(run.child)) free_fork(run.child);
+    free_slots(run.first, run.length);
+    close_run(id);
+}
+
 void PrefixTree::trim(RunId id, std::uint32_t count) {
     Run& run = runs_[id];
     if (run.child != kNone) throw InternalError("a node with children was freed");

@@ -74,15 +74,55 @@ void Residency::forget_host() {
     index_.change();
 }
 
+// Does the same as detach() for all blocks of a run, if nothing uses one of them: then all of them
+// are freed. Returns false, changing nothing, if something does.
+bool Residency::drop_unused(RunId id) {
+    const Run run = tree_.runs()[id];
+    const auto is_used = [](const Node& n) { return n.pins > 0 || n.holds > 0; };
+    if (run.refs > 0 || std::any_of(&tree_[run.first], &tree_[run.last()] + 1, is_used)) {
+        return false;
+    }
+    evictable_.dequeue(id);
+    for (NodeId node = run.first; node <= run.last(); ++node) {
+        Node& n = tree_[node];
+        n.flags = (n.flags & ~std::uint32_t{kBackupQueued}) | kDetached;
+        events_.changed(node);
+        if (n.has(kHasSides)) auxiliary_.forget(node);
+        if (n.host == kNoBlock) continue;
+        host_copies_.remove(n.host);
+        host_.give_back(n.host);
+    }
+    if (run.has(kOnDevice)) {
+        device_.give_back_all(run.length,
+                              [&](std::uint32_t i) { return tree_[run.first + i].device; });
+        device_nodes_ -= run.length;
+    } else {
+        for (NodeId node = run.first; node <= run.last(); ++node) {
+            if (tree_[node].device == kNoBlock) continue;
+            device_.give_back(tree_[node].device);
+            --device_nodes_;
+        }
+    }
+    uncounted_.dropped += run.length;
+    tree_.free_run(id);
+    return true;
+}
+
 void Residency::detach_all() {
     events_.clear();
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
         if (tree_[node].has(kRoot)) {
             tree_.forget_children(node);
-        } else {
-            detach(node);
+            continue;
         }
+        // The first block of its run: those below a detached block are detached.
+        const RunId id = tree_.run_of(node);
+        const NodeId last = tree_.runs()[id].last();
+        if (!drop_unused(id)) {
+            for (NodeId used = node; used <= last; ++used) detach(used);
+        }
+        node = last;
     }
     count_as(EvictionCause::kReset);
 }

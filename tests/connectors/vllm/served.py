@@ -100,6 +100,43 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def write_windowed_model(folder: Path) -> Path:
+    """Write a Gemma 3 with two groups of sliding windows and one of full attention."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=HEAD_DIM,
+        query_pre_attn_scalar=HEAD_DIM,
+        max_position_embeddings=2_048,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+        architectures=["Gemma3ForCausalLM"],
+    )
+    model = Gemma3ForCausalLM(config).to(torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for name, weight in weights.items():
+        if weight.dim() > 1:
+            scale = {"model.embed_tokens.weight": weight.shape[1] ** 0.5, "lm_head.weight": 4.0}
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+            weight *= scale.get(name, 2.0) / weight.shape[1] ** 0.5
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
 def prompt(seed: int, num_tokens: int = 400) -> list[int]:
     """Return a prompt."""
     rng = random.Random(seed)
@@ -286,8 +323,8 @@ class ServedModel:
         assert values, f"{name} is not on the page:\n{page}"
         return sum(float(value) for value in values)
 
-    def blocks_moved(self, route: str) -> int:
+    def blocks_moved(self, route: str, group: str = "attention") -> int:
         """Return the number of blocks in the ended transfers of a route, according to the log."""
-        names = f"route='{route}' group='attention'"
+        names = f"route='{route}' group='{group}'"
         pattern = rf"transfer\.ended .*{names} blocks=(\d+) .*outcome='done'"
         return sum(int(match[1]) for match in self.found(pattern))

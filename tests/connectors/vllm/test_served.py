@@ -16,6 +16,7 @@ from tests.connectors.vllm.served import (
     has_nixl,
     prompt,
     write_model,
+    write_windowed_model,
 )
 
 if TYPE_CHECKING:
@@ -170,6 +171,44 @@ def test_answers_are_exact_beside_the_connector_of_nixl(
         assert tokens_of(again) == expected
         assert [answer.cached for answer in again] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
         assert server.metric("vllm:aiokv_loaded_blocks_total") == ALL_BLOCKS
+
+
+def test_answers_with_sliding_windows_are_exact_after_a_kill(tmp_path: Path) -> None:
+    model = write_windowed_model(tmp_path / "model")
+    arguments = ("--num-gpu-blocks-override", "400", "--block-size", "32", "--max-num-seqs", "2")
+    prompts = [prompt(seed, TOKENS) for seed in range(3)]
+    with ServedModel(model, None, *arguments) as server:
+        server.wait_ready()
+        expected = [server.complete(tokens).tokens for tokens in prompts]
+        first = [*prompt(99, 32), *prompts[0][32:]]
+        window = [*prompts[0][:-40], *prompt(98, 16), *prompts[0][-24:]]
+        for changed in (first, window):
+            assert server.complete(changed).tokens != expected[0], "the outputs do not depend on it"
+    extra = {
+        "host_gib": 0.125,
+        "stores": [f"disk:{tmp_path / 'kv'}?bytes=256MiB"],
+        "follow_resets": False,
+    }
+    cached = [TOKENS // 32 * 32] * len(prompts)
+    with ServedModel(model, extra, *arguments) as server:
+        server.wait_ready()
+        assert [server.complete(tokens).tokens for tokens in prompts] == expected
+        blocks = sum(cached) // 32
+        for group in ("attention", "window0", "window1"):
+            server.wait_until(
+                lambda group=group: server.blocks_moved("save", group) >= blocks,
+                f"saves of {group}",
+            )
+        server.forget_device_blocks()
+        assert [server.complete(tokens) for tokens in prompts] == [
+            Completion(*answer) for answer in zip(expected, cached, strict=True)
+        ]
+        server.kill()
+    with ServedModel(model, extra, *arguments) as server:
+        server.wait_ready()
+        assert [server.complete(tokens) for tokens in prompts] == [
+            Completion(*answer) for answer in zip(expected, cached, strict=True)
+        ]
 
 
 @pytest.mark.parametrize(
