@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from aiokv.base.logs import Log
 from aiokv.errors import ConfigError
@@ -90,6 +91,11 @@ CAN_FAIL_REQUESTS: Final = hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 CAN_LOAD_STATES: Final = _release_of(vllm.__version__) >= (0, 27)
 """True if vLLM computes behind recurrent state that a connector has loaded."""
+
+CAN_EXTEND_HITS: Final = hasattr(SingleTypeKVCacheManager, "add_local_computed_blocks")
+"""True if vLLM takes the blocks of its own hit in all groups before it allocates blocks to load
+(0.27). Older versions may allocate the same block for two groups of a request (vLLM's issue 33775).
+"""
 
 KEEPS_READ_BLOCKS: Final = _release_of(vllm.__version__) >= (0, 27)
 """True if vLLM frees no block of a window that a step in flight reads."""

@@ -261,6 +261,8 @@ class SchedulerHalf:
         lease = cached.lease
         if lease is None:
             return 0
+        if self._groups.sides and cached.local and not compat.CAN_EXTEND_HITS:
+            return 0
         size = self._block_tokens
         # vLLM computes at least the last position, for its logits.
         last = (cached.request.num_tokens - 1) // size * size
