@@ -89,8 +89,10 @@ CAN_FAIL_REQUESTS: Final = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """True if vLLM computes a request again whose load has failed, with any number of groups (0.30)."""
 
 
-CAN_LOAD_STATES: Final = _release_of(vllm.__version__) >= (0, 27)
-"""True if vLLM computes behind recurrent state that a connector has loaded."""
+CAN_LOAD_STATES: Final = _release_of(vllm.__version__) >= (0, 32)
+"""True if vLLM says which blocks have recurrent state at the end of a block. Under random loads,
+0.27.1 computed wrong tokens behind states that were loaded.
+"""
 
 CAN_EXTEND_HITS: Final = hasattr(SingleTypeKVCacheManager, "add_local_computed_blocks")
 """True if vLLM takes the blocks of its own hit in all groups before it allocates blocks to load

@@ -148,7 +148,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended; no request waits for a save."""
-        return None, self._half_of_worker.take_loaded() or None
+        return None, self._half_of_worker.take_loaded(finished_req_ids) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads have ended, and those that vLLM computes anew."""

@@ -285,7 +285,7 @@ def _kind_of(spec: Any) -> Retention:
         if not compat.CAN_LOAD_STATES:
             raise ConfigError(
                 "the model has recurrent state, which this version of vLLM lets no connector load",
-                hint="install vLLM 0.27 or newer",
+                hint="install vLLM 0.32 or newer",
             )
         if spec.mamba_cache_mode == "none":
             raise ConfigError(

@@ -23,7 +23,7 @@ from aiokv.errors import ClosedError, TransferError, UsageError
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from aiokv.connectors.vllm.messages import Load, StepMetadata
     from aiokv.connectors.vllm.tensors import LayerTensors
@@ -107,6 +107,8 @@ class WorkerHalf:
         self._layers_left: set[int] = set()  # layers of this step's loads that have not ended
         self._failed: set[int] = set()
         self._failed_requests: set[str] = set()
+        self._lost: dict[str, int] = {}  # step of a failure that vLLM cannot be told, by request
+        self._ended: set[str] = set()  # requests that have ended during their load
         self._step = 0
         self._counts = {"loaded_blocks": 0, "failed_blocks": 0}
 
@@ -199,24 +201,44 @@ class WorkerHalf:
         if not self._has_sides:
             self._failed |= blocks
         elif blocks and not load.in_step:
-            if not compat.CAN_FAIL_REQUESTS:
-                raise TransferError(
-                    f"the load of request {load.request_id} has failed; this version of vLLM "
-                    "cannot compute it again with several KV cache groups",
-                    hint="install vLLM 0.30 or newer",
-                )
-            self._failed_requests.add(load.request_id)
+            if compat.CAN_FAIL_REQUESTS:
+                self._failed_requests.add(load.request_id)
+            else:
+                self._lost[load.request_id] = self._step
 
-    def take_loaded(self) -> set[str]:
-        """Return the requests whose loads have ended since the last call."""
+    def take_loaded(self, ended: Collection[str] = ()) -> set[str]:
+        """Return the requests whose loads have ended since the last call.
+
+        Args:
+            ended: requests that have ended since the last call. Their loads may fail, because the
+                engine gives up copies that nobody waits for.
+
+        Raises:
+            TransferError: a load has failed, and this version of vLLM cannot compute the request
+                again; the error ends the server.
+        """
         self.end_step()
         loaded = set()
+        self._ended.update(request_id for request_id in ended if request_id in self._loading)
         for request_id, (load, transfers) in list(self._loading.items()):
             if transfers is None or transfers.is_done:
                 if transfers is not None:
                     self._fail(load, self._note_end(load, transfers))
                 loaded.add(request_id)
                 del self._loading[request_id]
+        for request_id, step in list(self._lost.items()):
+            if request_id in ended or request_id in self._ended:
+                del self._lost[request_id]
+                loaded.add(request_id)
+            elif self._step > step + 1:  # vLLM would have named a request that has ended
+                raise TransferError(
+                    f"the load of request {request_id} has failed; this version of vLLM cannot "
+                    "compute it again with several KV cache groups",
+                    hint="install vLLM 0.30 or newer",
+                )
+            else:
+                loaded.discard(request_id)
+        self._ended -= loaded
         return loaded
 
     def close_step(self) -> None:

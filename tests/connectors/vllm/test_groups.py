@@ -285,7 +285,7 @@ def test_state_that_is_not_served_is_refused(
     with pytest.raises(ConfigError, match=message):
         groups_of([FullAttentionSpec(**_PLAIN), state])
     monkeypatch.setattr(compat, "CAN_LOAD_STATES", False)
-    with pytest.raises(ConfigError, match=r"install vLLM 0\.27"):
+    with pytest.raises(ConfigError, match=r"install vLLM 0\.32"):
         groups_of([FullAttentionSpec(**_PLAIN), state])
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 import torch
 
+from aiokv.connectors.vllm import compat
 from aiokv.connectors.vllm.messages import Load, StepMetadata
 from aiokv.connectors.vllm.tensors_here import Tensors
 from aiokv.connectors.vllm.worker import WorkerHalf
@@ -44,7 +45,7 @@ class Transfers:
 class World:
     """A worker half with the transfers of this test."""
 
-    def __init__(self, *, is_async: bool = False) -> None:
+    def __init__(self, *, is_async: bool = False, has_sides: bool = False) -> None:
         self.transfers = Transfers()
         tensors: Any = SimpleNamespace(
             device="cpu",
@@ -56,10 +57,13 @@ class World:
             close_step=lambda step, event: self.closed.append(step),
         )
         self.closed: list[int] = []
-        self.half = WorkerHalf(tensors, source, 1.0, is_async=is_async)
+        self.half = WorkerHalf(tensors, source, 1.0, is_async=is_async, has_sides=has_sides)
+        self.loaded: set[str] = set()
         self.step = 0
 
-    def compute(self, *loads: Load, names: Sequence[str] = NAMES) -> list[int]:
+    def compute(
+        self, *loads: Load, names: Sequence[str] = NAMES, ended: Sequence[str] = ()
+    ) -> list[int]:
         """Run a step; return the layers for which it waited before its first layer."""
         self.step += 1
         self.transfers.waits.clear()
@@ -67,7 +71,7 @@ class World:
         before = list(self.transfers.waits)
         for name in names:
             self.half.wait_layer(name)
-        self.half.take_loaded()
+        self.loaded = self.half.take_loaded(ended)
         return before
 
 
@@ -126,6 +130,27 @@ def test_failed_load_outside_a_step_is_reported_with_asynchronous_scheduling() -
     world.transfers.failed = {2}
     world.compute(Load("r", (7,), (1, 2)))
     assert world.half.take_failed() == {2}
+
+
+@pytest.mark.parametrize("ends_in", ["same step", "next step", "step before", "never"])
+def test_failed_load_of_a_request_that_has_ended_ends_no_server(
+    monkeypatch: pytest.MonkeyPatch, ends_in: str
+) -> None:
+    monkeypatch.setattr(compat, "CAN_FAIL_REQUESTS", False)
+    world = World(has_sides=True)
+    world.transfers.is_done = False
+    world.compute(Load("r", (7,), (1, 2)), ended=["r"] if ends_in == "step before" else [])
+    world.transfers.is_done = True
+    world.transfers.failed = {2}
+    world.compute(ended=["r"] if ends_in == "same step" else [])
+    assert (world.loaded == {"r"}) == (ends_in in ("same step", "step before"))
+    world.compute(ended=["r"] if ends_in == "next step" else [])
+    assert (world.loaded == {"r"}) == (ends_in == "next step")
+    if ends_in == "never":
+        with pytest.raises(TransferError, match="the load of request r has failed; this version"):
+            world.compute()
+    else:
+        world.compute()
 
 
 def test_step_is_closed_only_behind_the_work_that_follows_the_reports() -> None:
