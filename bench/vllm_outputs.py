@@ -1,7 +1,8 @@
 """Outputs of vLLM with aiokv beside those behind vLLM's own prefix cache, at equal hits, on a GPU.
 
-``python -m bench.vllm_outputs --save FILE`` starts vLLM with small random models: a Llama, and a
-Gemma 3 with two KV cache groups. Each prompt is computed cold, then with a hit. A run without aiokv
+``python -m bench.vllm_outputs --save FILE`` starts vLLM with a small random Gemma 3, which has two KV
+cache groups, and without asynchronous scheduling: before vLLM 0.27, it frees blocks of windows
+before they can be saved. Each prompt is computed cold, then with a hit. A run without aiokv
 has its hits in vLLM's blocks; the other runs reset vLLM's prefix cache first and load all hits. The
 last run starts again with the blocks that the disk store of the run before has.
 
@@ -42,11 +43,6 @@ _COMMON: Final = {
     "attention_bias": False,
 }
 MODELS: Final[dict[str, dict[str, Any]]] = {
-    "llama": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-    },
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -78,7 +74,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for modes in (MODES[:-1], MODES[-1:]):  # the last one reads what the others have stored
             servers = [_start(model, mode, folder) for model in MODELS for mode in modes]
-            if any([server.wait() for server in servers]):
+            codes = [server.wait() for server in servers]
+            if any(codes):
                 return 1
         cells = [
             cell for model in MODELS for mode in MODES for cell in _cells(model, mode, Path(folder))
@@ -145,6 +142,7 @@ def _run_cell(model: str, mode: str, folder: Path) -> None:
         kv_cache_memory_bytes=2 << 30,
         enable_prefix_caching=True,
         enforce_eager=True,
+        async_scheduling=False,
         **_transfer(mode, folder / f"store-{model}"),
     )
     params = SamplingParams(
