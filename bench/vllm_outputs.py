@@ -1,7 +1,7 @@
 """Outputs of vLLM with aiokv beside those behind vLLM's own prefix cache, at equal hits, on a GPU.
 
-``python -m bench.vllm_outputs --save FILE`` starts vLLM with a small random Gemma 3, which has two KV
-cache groups, and without asynchronous scheduling: before vLLM 0.27, it frees blocks of windows
+``python -m bench.vllm_outputs --save FILE`` starts vLLM with a small random Gemma 3, which has two
+KV cache groups, and without asynchronous scheduling: before vLLM 0.27, it frees blocks of windows
 before they can be saved. Each prompt is computed cold, then with a hit. A run without aiokv
 has its hits in vLLM's blocks; the other runs reset vLLM's prefix cache first and load all hits. The
 last run starts again with the blocks that the disk store of the run before has.
