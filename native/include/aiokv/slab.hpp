@@ -56,7 +56,9 @@ class Slab {
     std::size_t size() const { return size_; }
     std::size_t bytes() const { return size_ * sizeof(T); }
 
-    // Grows the array by zero bytes. Elements may move.
+    // Removes all elements. Those by which the array grows then have any bytes. Keeps the memory.
+    void clear() { size_ = 0; }
+    // Grows the array by elements of zero bytes, unless it was cleared. Elements may move.
     void grow(std::size_t count) {
         if (size_ + count > capacity_) reserve(std::max(size_ + count, capacity_ * 2));
         size_ += count;
