@@ -20,6 +20,7 @@ from aiokv.errors import (
     AiokvError,
     AllocateTimeout,
     ClosedError,
+    LeaseError,
     RequestTooLarge,
     TransferError,
     UsageError,
@@ -256,10 +257,17 @@ class RequestBlocks:
         Raises:
             WouldBlock: without room, although ``can_allocate`` has just promised it: other code
                 that uses the engine took the blocks, and gave none back within 10 s.
+            LeaseError: the blocks of the request are gone. Nothing changed.
         """
         num_blocks = max(checks.integer("num_blocks", num_blocks), 0)
         with self._lock:
             holding = self._holdings.get(request.request_id)
+            if holding is not None and holding.has_failed and not holding.table:
+                raise LeaseError(
+                    f"request {request.request_id!r} has lost its blocks: the workers have freed "
+                    "their tensors",
+                    hint="preempt or abort the request",
+                )
             if holding is None:
                 items = self._items_to_share(request)
                 holding = self._hold(request, len(tokens_of(request)), items)
@@ -346,6 +354,21 @@ class RequestBlocks:
             self._record_release_of_all(calls)
             self._record_step(calls)
             calls.run(raise_errors=False)
+
+    def lose_all(self) -> None:
+        """Take note that all device blocks are gone. Requests that had some must be matched again.
+
+        Until then, ``allocate`` refuses them: their block tables name blocks of other requests.
+        """
+        with self._lock:
+            self._room = self._promised = 0
+            calls = self.engine.calls()
+            for holding in (*self._holdings.values(), *self._leaving):
+                _release(calls, holding)
+                holding.has_failed = holding.has_failed or bool(holding.table)
+                holding.lease, holding.table, holding.given = None, [], 0
+            calls.run(raise_errors=False)
+            self._leaving.clear()
 
     def end_schedule(self) -> int:
         """Note that a batch has been scheduled, in one crossing.

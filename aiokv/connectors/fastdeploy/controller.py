@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiokv.base.logs import join_log
-from aiokv.connectors.fastdeploy.caches import cache_name, regions_of
+from aiokv.connectors.fastdeploy.caches import cache_name, create_caches, regions_of
 from aiokv.connectors.fastdeploy.layers import LayerDoneCounter
 from aiokv.connectors.fastdeploy.metadata import step_of, transfer_ids_of
 from aiokv.errors import ConfigError, UsageError
@@ -86,10 +86,10 @@ class CacheController:
         """Create the cache tensors of the model's layers, and register them.
 
         A later call replaces the tensors, such as those of a profile run, until the manager has
-        opened the engine, and while its device tier sleeps.
+        opened the engine, while its device tier sleeps, and after ``free_gpu_cache``.
 
         Args:
-            attn_backend: its ``create_kv_cache`` creates the tensors of a layer by role.
+            attn_backend: creates the tensors of a layer by role; see ``create_caches``.
             num_gpu_blocks: number of device blocks.
 
         Returns:
@@ -153,10 +153,8 @@ class CacheController:
             getattr(self.config, "quant_config", None), "kv_cache_quant_type", None
         )
         caches = {
-            layer: attn_backend.create_kv_cache(
-                max_num_blocks=num_gpu_blocks,
-                cache_dtype=self.config.model_config.dtype,
-                kv_cache_quant_type=quantization,
+            layer: create_caches(
+                attn_backend, num_gpu_blocks, self.config.model_config.dtype, quantization
             )
             for layer in layers
         }
@@ -169,8 +167,7 @@ class CacheController:
             if rank.is_ready:
                 raise UsageError(
                     "the engine uses the cache tensors already",
-                    hint="call sleep() of the manager first, or free_gpu_cache() when the engine "
-                    "is closed",
+                    hint="call sleep() of the manager, or free_gpu_cache(), first",
                 )
             self.stop()
         known = {**self._caches, **caches}
@@ -233,10 +230,11 @@ class CacheController:
         return True
 
     def free_gpu_cache(self) -> None:
-        """Drop the references to the tensors. Idempotent.
+        """Finish moving transfers, and drop the references to the tensors. Idempotent.
 
         Disconnects from the manager, unless its device tier sleeps: see ``CacheManager.sleep``.
-        Without the manager's ``sleep``, the engine has lost this rank, and must be closed.
+        Nothing is cached any more then. The manager connects again when a request needs blocks,
+        and waits for ``initialize_kv_cache`` of all workers.
         """
         if self._rank is None or not self._rank.is_asleep:
             self.stop()
@@ -245,6 +243,7 @@ class CacheController:
     def stop(self) -> None:
         """Finish moving transfers, and disconnect from the manager. Idempotent."""
         rank, self._rank = self._rank, None
+        self._counter = None
         if rank is not None:
             rank.close()
 

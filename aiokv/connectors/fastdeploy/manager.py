@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.connectors.fastdeploy import statistics
-from aiokv.connectors.fastdeploy.host import EngineHost
+from aiokv.connectors.fastdeploy.host import CONTROL_SECONDS, EngineHost
 from aiokv.connectors.fastdeploy.metadata import MatchResult, onload_metadata, step_metadata
 from aiokv.connectors.fastdeploy.metrics import CacheMetrics
 from aiokv.connectors.fastdeploy.requests import tokens_of
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from aiokv.ranks import RankGroup
     from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
 
-CONTROL_SECONDS: Final = 30.0  # limit for transfers and workers to react
 TIERS: Final[tuple[Tier, ...]] = ("device", "host")
 
 
@@ -266,6 +264,8 @@ class CacheManager:
         Raises:
             WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, but other code
                 that uses ``engine`` took them, and gave none back within 10 s. Nothing changed.
+            LeaseError: the workers have freed their tensors since the request got blocks. Nothing
+                changed.
             ClosedError: the manager is closed.
         """
         self.note_scheduled()
@@ -321,9 +321,10 @@ class CacheManager:
             Metadata for ``BatchRequest.append_evict_metadata``: send the batch even if it has no
             requests. None when the workers need not be told anything, and always without ranks.
         """
-        if not self._host.is_open:
+        blocks = self._host.opened_blocks
+        if blocks is None or self._host.has_left:
             return None
-        step = self._host.blocks.end_schedule()
+        step = blocks.end_schedule()
         has_scheduled, self._has_scheduled = self._has_scheduled, False
         if not self._host.has_ranks or step == self._sent_step:
             return None
@@ -402,26 +403,25 @@ class CacheManager:
     def reset_cache(self) -> bool:
         """Take the blocks of all requests back, and drop all cached blocks of both tiers.
 
-        FastDeploy does so when the weights change, so blocks in stores are not found any more until
-        a restart. Waits for copies in flight. Those of blocks in a batch that the workers have not
-        got yet do not end: call ``end_requests`` first, and send its batch.
+        FastDeploy does so before it sleeps and when the weights change, so blocks in stores are not
+        found any more until a restart. Copies that have not begun are dropped, too; the call waits
+        for the others.
 
         Returns:
             False when transfers did not end within 30 s; both tiers are empty nevertheless, but
             blocks in stores may still be found.
         """
-        blocks = self._host.blocks
+        blocks = self._host.opened_blocks
+        if blocks is None or self._host.has_left:
+            return True  # nothing is cached
         blocks.end_all()
         engine = blocks.engine
         try:
+            engine.call(engine.cache.reset, timeout=CONTROL_SECONDS)
             if self._host.has_stores:
                 with engine.updating_weights(CONTROL_SECONDS):
                     pass
-            else:
-                engine.call(engine.cache.reset, timeout=CONTROL_SECONDS)
         except ControlTimeout:
-            with suppress(ControlTimeout):
-                engine.call(engine.cache.reset, timeout=0.0)  # drops the blocks at once
             return False
         return True
 
