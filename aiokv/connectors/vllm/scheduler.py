@@ -584,7 +584,11 @@ class SchedulerHalf:
         )
         if cached.computed >= cached.request.num_tokens - 1:
             cached.due = (blocks + 1) * self._block_tokens if is_saved else sys.maxsize
-        return blocks if is_saved else 0
+        if not is_saved or cached.lease is None:
+            return 0
+        # The first call of assign() has to cover the hit, also one that vLLM does not load.
+        is_covered = cached.assigned or blocks * self._block_tokens >= cached.lease.cached_tokens
+        return blocks if is_covered else 0
 
     def _note_commits(
         self, committed: Iterable[tuple[CachedRequest, int, list[Answer[Any]]]]

@@ -124,6 +124,23 @@ def test_hits_are_those_of_full_attention(make_server: MakeServer, sides: tuple[
     assert hits(make_server(sides, extra)) >= 0.95 * hits(make_server((), extra))
 
 
+def test_hit_that_is_not_loaded_delays_the_saves_of_its_request(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before vLLM 0.27 behind its own hit, and where another connector loads the prompt."""
+    monkeypatch.setattr(compat, "CAN_EXTEND_HITS", False)
+    server = make_server(("window",))
+    tokens = prompt(1, 61)
+    serve(server, tokens)
+    forget_device_blocks(server)
+    serve(server, tokens[:30])  # its blocks are loaded, and stay in vLLM's cache
+    longer = [*tokens, *server.outputs["r0"], *prompt(2, 40)]
+    assert serve(server, longer) == 0, "vLLM has computed it behind its own hit"
+    assert server.statistics.data["errors"] == 0
+    forget_device_blocks(server)
+    assert serve(server, longer) == 104, "and has saved it"
+
+
 @pytest.mark.parametrize("sides", GROUPS)
 def test_wrong_block_of_a_group_changes_the_output(
     make_server: MakeServer, sides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
