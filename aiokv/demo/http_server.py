@@ -285,9 +285,10 @@ class Body(msgspec.Struct, kw_only=True):
     id_prefix: ClassVar[str]
     default_max_tokens: ClassVar[int]
 
-    @property
-    def limit(self) -> int:
-        return self.max_completion_tokens or self.max_tokens or self.default_max_tokens
+    def limit(self, room: int) -> int:
+        """Return the number of tokens to generate; ``room`` limits the default only."""
+        default = max(min(self.default_max_tokens, room), 1)
+        return self.max_completion_tokens or self.max_tokens or default
 
 
 class Completion(Body, kw_only=True):
@@ -345,7 +346,7 @@ class Reply:
     """Answer to a client: a JSON object, or events, the last of which may be an error."""
 
     def __init__(self, send: Send) -> None:
-        self._send, self.is_stream = send, False
+        self._send, self._has_started, self.is_stream = send, False, False
 
     async def json(self, content: object, status: int = 200) -> None:
         await self._start(status, b"application/json")
@@ -362,18 +363,21 @@ class Reply:
         await self._write({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def error(self, error: object, status: int, code: str | None = None) -> None:
-        if self.is_stream:  # status 200 was sent already
-            await self.event(problem(error, status, code))
-            await self.end_events()
-        else:
-            await self.json(problem(error, status, code), status)
+        """Answer with an error; after the beginning of the answer, only events can say so."""
+        with suppress(ClientStalled, RuntimeError):  # RuntimeError: the last event was sent
+            if self.is_stream:
+                await self.event(problem(error, status, code))
+                await self.end_events()
+            elif not self._has_started:
+                await self.json(problem(error, status, code), status)
 
     async def _start(self, status: int, kind: bytes) -> None:
+        self._has_started = True
         headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
         await self._write({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, message: Message) -> None:
-        """Send with a limit: uvicorn waits while its buffer of unsent bytes is full."""
+        """Send, but not for ever: uvicorn waits while its buffer of unsent bytes is full."""
         try:
             async with asyncio.timeout(SEND_SECONDS):
                 await self._send(message)
@@ -417,9 +421,9 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
         try:
-            body, prompt = await self._request(receive)
+            body, prompt, limit = await self._request(receive)
             async with cancelled_on_disconnect(receive):
-                await self._answer(body, prompt, reply)
+                await self._answer(body, prompt, limit, reply)
         except ClientStalled:
             pass  # uvicorn closes the connection of an answer that is incomplete
         except RequestError as error:
@@ -431,8 +435,8 @@ class Endpoint:
         except asyncio.CancelledError:  # the answer has outlasted the time that `serve` grants
             await reply.error("the server has shut down", 503)
 
-    async def _request(self, receive: Receive) -> tuple[Completion | Chat, list[int]]:
-        """Return a valid body, and its prompt."""
+    async def _request(self, receive: Receive) -> tuple[Completion | Chat, list[int], int]:
+        """Return a valid body, its prompt, and the number of tokens to generate."""
         content = await _content(receive)
         try:
             body = decode(content, type=self._body)
@@ -442,17 +446,18 @@ class Endpoint:
             text = f"the model {body.model!r} does not exist; this server has {self._model.name!r}"
             raise RequestError(text, 404, "model_not_found")
         prompt, most = body.tokens(self._model), self._scheduler.max_tokens
-        if not prompt or len(prompt) + body.limit > most:
-            text = (
-                f"prompt ({len(prompt)}) and max_tokens ({body.limit}): 1 to {most} tokens in total"
-            )
+        limit = body.limit(most - len(prompt))
+        if not prompt or len(prompt) + limit > most:
+            text = f"prompt ({len(prompt)}) and max_tokens ({limit}): 1 to {most} tokens in total"
             raise RequestError(text, code="context_length_exceeded" if prompt else None)
         if max(prompt) >= self._model.vocabulary:
             text = f"prompt has token {max(prompt)}; it must be <= {self._model.vocabulary - 1}"
             raise RequestError(text)
-        return body, prompt
+        return body, prompt, limit
 
-    async def _answer(self, body: Completion | Chat, prompt: list[int], reply: Reply) -> None:
+    async def _answer(
+        self, body: Completion | Chat, prompt: list[int], limit: int, reply: Reply
+    ) -> None:
         name, text, pieces = f"{body.id_prefix}-{uuid4().hex}", Text(self._model), list[str]()
         head = {"id": name, "object": body.object_name, "created": int(time.time())}
         head |= {"model": self._model.name, "usage": None}
@@ -461,7 +466,7 @@ class Endpoint:
             content = body.content(text, is_first=not reply.is_stream)
             return head | {"choices": [{"index": 0, **content, "finish_reason": reason}]}
 
-        admission = self._scheduler.admit(prompt, body.limit, salt=body.cache_salt, name=name)
+        admission = self._scheduler.admit(prompt, limit, salt=body.cache_salt, name=name)
         async with admission as request:
             async for token in self._scheduler.tokens(request):
                 piece = text.add(token)
@@ -469,20 +474,21 @@ class Endpoint:
                     pieces.append(piece)
                 elif piece:
                     await reply.event(answer(piece))
-            length, total = request.prompt_length, len(request.tokens)
-            reason = "length" if text.num_tokens == body.limit else "stop"
-            last = answer("".join([*pieces, text.rest()]), reason)
-            last["usage"] = {
-                "prompt_tokens": length,
-                "completion_tokens": total - length,
-                "total_tokens": total,
-                "prompt_tokens_details": {"cached_tokens": request.cached_tokens},
-            }
-            if body.stream:
-                await reply.event(last)
-                await reply.end_events()
-            else:
-                await reply.json(last)
+        # The blocks are free again, even if the client reads slowly.
+        length, total = request.prompt_length, len(request.tokens)
+        reason = "length" if text.num_tokens == limit else "stop"
+        last = answer("".join([*pieces, text.rest()]), reason)
+        last["usage"] = {
+            "prompt_tokens": length,
+            "completion_tokens": total - length,
+            "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": request.cached_tokens},
+        }
+        if body.stream:
+            await reply.event(last)
+            await reply.end_events()
+        else:
+            await reply.json(last)
 
 
 async def _content(receive: Receive) -> bytes:

@@ -240,6 +240,14 @@ async def test_a_chat_streams_the_content_of_the_whole_answer(model):
     assert [event["choices"][0]["finish_reason"] for event in found] == [None] * 6 + ["length"]
 
 
+@pytest.mark.asyncio
+async def test_an_answer_without_max_tokens_has_the_room_that_is_left(model):
+    body = {"messages": [{"role": "user", "content": "x" * 400}]}
+    async with serving(model) as served:
+        answer = (await served.client.post("/v1/chat/completions", json=body)).json()
+    assert answer["usage"]["total_tokens"] == DEVICE_BLOCKS * BLOCK_TOKENS
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.asyncio
 async def test_an_end_token_ends_the_answer_and_is_not_a_part_of_it(model, monkeypatch, stream):
