@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from aiokv.base.logs import Log
+from aiokv.connectors.prefills import PrefillClock
 from aiokv.connectors.vllm import compat
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.groups import NO_BLOCK
 from aiokv.connectors.vllm.messages import Load, StepMetadata
-from aiokv.connectors.vllm.prefills import PrefillClock
 from aiokv.connectors.vllm.requests import (
     CachedRequest,
     Onload,

@@ -26,13 +26,13 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from aiokv import CacheEngine, Lease
+from aiokv.connectors import prefills
 from aiokv.connectors.vllm import (
     AiokvConnector,
     compat,
     connector,
     link,
     opening,
-    prefills,
     prefixes,
     scheduler,
     sources,
