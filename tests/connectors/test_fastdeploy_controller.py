@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -17,9 +20,17 @@ from aiokv.connectors.fastdeploy import (
     LayerDoneCounter,
 )
 from aiokv.connectors.fastdeploy.caches import cache_name, regions_of
-from aiokv.errors import ConfigError, ControlTimeout, LayoutError, TransferError, UsageError
+from aiokv.errors import (
+    ConfigError,
+    ControlTimeout,
+    LayoutError,
+    LeaseError,
+    TransferError,
+    UsageError,
+)
 from aiokv.ranks import RankGroup
 from aiokv.testing import ScriptedDevice
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_server import (
     BLOCK,
     LAYERS,
@@ -30,6 +41,7 @@ from tests.connectors.fastdeploy_server import (
     fd_config,
     next_token,
 )
+from tests.harness.patience import STORE_OPTIONS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,6 +92,64 @@ def test_layers_may_lack_a_role_and_draft_layers_may_have_more_blocks():
         regions_of([{"key": None}])
 
 
+class Shapes:
+    """Attention backend that only names the shapes of its tensors, as those of FastDeploy do."""
+
+    def __init__(self, *shapes: list[int]) -> None:
+        self.shapes = shapes
+
+    def get_kv_cache_shape(self, max_num_blocks, kv_cache_quant_type=None):
+        return tuple([max_num_blocks, *shape] if shape else [] for shape in self.shapes)
+
+
+KEY = [2, BLOCK, 8]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "quantization", "expected"),
+    [
+        ((KEY, KEY), None, {"key": (KEY, "float16"), "value": (KEY, "float16")}),
+        ((KEY, []), None, {"key": (KEY, "float16")}),
+        ((KEY, [], [BLOCK, 5]), None, {"key": (KEY, "uint8"), "indexer": ([BLOCK, 5], "uint8")}),
+        ((KEY, KEY), "int4_zp", {"key": (KEY, "uint8"), "value": (KEY, "uint8")}),
+        (
+            (KEY, KEY),
+            "block_wise_fp8",
+            {
+                "key": (KEY, "uint8"),
+                "value": (KEY, "uint8"),
+                "key_scale": (KEY[:2], "float32"),
+                "value_scale": (KEY[:2], "float32"),
+            },
+        ),
+        (
+            (KEY, []),
+            "block_wise_fp8",
+            {"key": (KEY, "uint8"), "key_scale": (KEY[:2], "float32")},
+        ),
+    ],
+    ids=["plain", "mla", "dsa", "int4", "fp8", "mla_fp8"],
+)
+def test_tensors_are_created_in_the_shapes_of_the_attention_backend(
+    monkeypatch, shapes, quantization, expected
+):
+    paddle = SimpleNamespace(
+        full=lambda shape, fill_value, dtype: np.full(shape, fill_value, dtype),
+        get_default_dtype=lambda: "float32",
+    )
+    monkeypatch.setitem(sys.modules, "paddle", paddle)
+    config = fd_config(8)
+    config.model_config.dtype = "float16"
+    config.quant_config = SimpleNamespace(kv_cache_quant_type=quantization)
+    controller = CacheController(config, source=object())
+    created = controller.initialize_kv_cache(Shapes(*shapes), 8)
+    found = [(list(tensor.shape), str(tensor.dtype)) for tensor in created]
+    assert found == [([8, *shape], dtype) for shape, dtype in expected.values()] * LAYERS
+    assert list(controller.get_kv_caches())[: len(expected)] == [
+        cache_name(role, 0, 0, 0) for role in expected
+    ]
+
+
 def test_rank_starts_with_the_last_layer(tmp_path):
     config = fd_config(8)
     config.speculative_config.num_extra_cache_layer = 1
@@ -120,14 +190,16 @@ def test_tensors_that_the_engine_uses_cannot_be_replaced(tmp_path):
 class Serving:
     """A manager and the controller of one worker, which computes the number 7 everywhere."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stores: tuple[str, ...] = ()) -> None:
         config = fd_config(8, 16, write_policy="write_through")
-        self.manager = CacheManager(config, ranks=RankGroup(1, path=folder / "ranks"))
-        self.controller = CacheController(config, path=folder / "ranks")
+        self.group = RankGroup(1, path=folder / "ranks", has_stores=bool(stores))
+        options = {"model": "test"} if stores else {}
+        self.manager = CacheManager(config, ranks=self.group, **options)
+        self.controller = CacheController(config, path=folder / "ranks", stores=stores)
         self.tensors = self.controller.initialize_kv_cache(Backend(), 8)
         self.num_served = 0
 
-    def serve(self) -> tuple[int, bool]:
+    def serve(self, sends_step: bool = True) -> tuple[int, bool]:
         """Serve one prompt; return its cached blocks, and True if their content is right."""
         self.num_served += 1
         request = Request(f"r{self.num_served}", list(range(3 * BLOCK)))
@@ -151,8 +223,15 @@ class Serving:
         for tensor in self.tensors:
             tensor[request.block_tables[cached:]] = 7
         self.manager.request_finish(request)
-        self.send(self.manager.issue_pending_backup_to_batch_request(), BatchRequest())
+        if sends_step:
+            self.send(self.manager.issue_pending_backup_to_batch_request(), BatchRequest())
         return cached, is_right
+
+    def wait_until_left(self) -> None:
+        """Wait until the manager knows that the worker has freed its tensors."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.group.failure is None:
+            assert time.monotonic() < deadline
 
     def send(self, step: CacheSwapMetadata | None, batch: BatchRequest) -> None:
         if step is not None:
@@ -162,7 +241,12 @@ class Serving:
 
 @pytest.fixture
 def serving(tmp_path):
-    serving = Serving(tmp_path)
+    with opened(Serving(tmp_path)) as serving:
+        yield serving
+
+
+@contextmanager
+def opened(serving: Serving):
     try:
         serving.manager.open()
         yield serving
@@ -233,6 +317,66 @@ def test_sleep_names_the_step_that_the_workers_have_not_closed(serving):
     serving.send(step, BatchRequest())
     serving.manager.sleep()
     serving.controller.free_gpu_cache()
+
+
+@pytest.mark.parametrize("sends_step", [True, False])
+def test_fastdeploy_puts_workers_to_sleep_with_its_own_requests(serving, sends_step):
+    """``common_engine`` resets the cache, and the workers free and create their tensors."""
+    manager, controller = serving.manager, serving.controller
+    assert [serving.serve(), serving.serve(sends_step)] == [(0, True), (2, True)]
+    running = Request("running", list(range(500, 500 + 3 * BLOCK)))
+    manager.match_prefix(running)
+    assert len(manager.allocate_device_blocks(running, 3)) == 3
+    assert manager.reset_cache(), "a copy waits for a step that the workers have not closed"
+    assert manager.num_free_device_blocks == manager.num_gpu_blocks
+    manager.request_finish(running)
+    assert manager.reset_cache()
+    controller.free_gpu_cache()
+    serving.wait_until_left()
+    assert manager.reset_cache(), "nothing is cached"
+    assert manager.issue_pending_backup_to_batch_request() is None
+    assert controller.get_kv_caches() == {}
+    serving.tensors = controller.initialize_kv_cache(Backend(), 8)
+    assert [serving.serve(), serving.serve()] == [(0, True), (2, True)]
+
+
+def test_workers_that_free_their_tensors_take_the_blocks_of_running_requests(serving):
+    """As in ``/clear_load_weight``, of which the scheduler learns nothing."""
+    manager, controller = serving.manager, serving.controller
+    assert [serving.serve(), serving.serve()] == [(0, True), (2, True)]
+    running = Request("running", list(range(500, 500 + 2 * BLOCK)))
+    manager.match_prefix(running)
+    running.block_tables = manager.allocate_device_blocks(running, 2)
+    controller.free_gpu_cache()
+    serving.wait_until_left()
+    serving.tensors = controller.initialize_kv_cache(Backend(), 8)
+    assert [serving.serve(), serving.serve()] == [(0, True), (2, True)]
+    assert manager.failed_requests() == ["running"]
+    with pytest.raises(LeaseError, match="'running' has lost its blocks"):
+        manager.allocate_device_blocks(running, 1)
+    manager.request_finish(running)
+    manager.match_prefix(running)
+    assert len(manager.allocate_device_blocks(running, 3)) == 3
+
+
+def test_blocks_of_stores_are_not_found_after_workers_have_freed_their_tensors(tmp_path):
+    """FastDeploy frees tensors for new weights, and does not tell the manager."""
+    store = f"disk:{tmp_path}/kv?bytes=4MiB&{STORE_OPTIONS}"
+    with opened(Serving(tmp_path, (store,))) as serving:
+        manager, controller = serving.manager, serving.controller
+        engine = manager.engine
+        found = Request("found", list(range(3 * BLOCK)))
+        assert serving.serve() == (0, True)
+        engine.call(engine.cache.drain, timeout=PATIENCE_SECONDS)
+        engine.call(engine.cache.reset, timeout=PATIENCE_SECONDS)
+        assert manager.prefetch_storage(found).result(PATIENCE_SECONDS).total == 2 * BLOCK
+        controller.free_gpu_cache()
+        serving.wait_until_left()
+        assert manager.prefetch_storage(found) is None, "no request waits for workers that left"
+        serving.tensors = controller.initialize_kv_cache(Backend(), 8)
+        assert manager.can_allocate_device_blocks(1)
+        assert manager.prefetch_storage(found).result(PATIENCE_SECONDS).total == 0
+        assert [serving.serve(), serving.serve()] == [(0, True), (2, True)]
 
 
 def test_tensors_that_exist_are_registered(tmp_path):

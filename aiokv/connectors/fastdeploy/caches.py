@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokv import Regions
 from aiokv.errors import ConfigError, LayoutError
+from aiokv.frameworks.paddle import add_region, import_paddle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_SCALED: Final = "block_wise_fp8"  # the type of quantised caches that have tensors of scales
 _NAMES: Final = {
     "key": "key_caches",
     "value": "value_caches",
@@ -17,6 +19,47 @@ _NAMES: Final = {
     "value_scale": "value_cache_scales",
     "indexer": "indexer_caches",
 }
+
+
+def create_caches(
+    attn_backend: Any, num_blocks: int, dtype: Any, quantization: str | None
+) -> dict[str, Any]:
+    """Create the cache tensors of one layer, with zeros in them.
+
+    Args:
+        attn_backend: attention backend of FastDeploy. Its ``create_kv_cache`` creates the tensors;
+            if it has none, they get the shapes of its ``get_kv_cache_shape``: of keys, of values
+            (empty for MLA), and of the indexer (DSA only).
+        num_blocks: number of blocks.
+        dtype: dtype of caches that are not quantised; the others are bytes, as are those of DSA.
+        quantization: type of the quantisation; None without it.
+
+    Returns:
+        Tensors by role, in the order in which FastDeploy's models expect them.
+    """
+    create = getattr(attn_backend, "create_kv_cache", None)
+    if create is not None:
+        created: dict[str, Any] = create(
+            max_num_blocks=num_blocks, cache_dtype=dtype, kv_cache_quant_type=quantization
+        )
+        return created
+    key, value, *indexer = attn_backend.get_kv_cache_shape(
+        max_num_blocks=num_blocks, kv_cache_quant_type=quantization
+    )
+    shapes = {"key": key, "value": value, "indexer": indexer[0] if indexer else ()}
+    paddle = import_paddle()
+    element = dtype if quantization is None and not indexer else "uint8"
+    caches = {
+        role: paddle.full(shape=shape, fill_value=0, dtype=element)
+        for role, shape in shapes.items()
+        if shape
+    }
+    if quantization == _SCALED:
+        scale = paddle.get_default_dtype()
+        for role in [role for role in ("key", "value") if role in caches]:
+            shape = shapes[role][:3]
+            caches[f"{role}_scale"] = paddle.full(shape=shape, fill_value=0, dtype=scale)
+    return caches
 
 
 def regions_of(layers: Sequence[Mapping[str, Any]]) -> Regions:
@@ -46,8 +89,6 @@ def regions_of(layers: Sequence[Mapping[str, Any]]) -> Regions:
 
 def _add(regions: Regions, role: str, tensors: list[Any], indices: list[int]) -> None:
     if all(type(tensor).__module__.partition(".")[0] == "paddle" for tensor in tensors):
-        from aiokv.frameworks.paddle import add_region
-
         add_region(regions, role, tensors, layer_indices=indices, more_blocks=True)
     else:
         regions.add(role, layers=tensors, layer_indices=indices, more_blocks=True)

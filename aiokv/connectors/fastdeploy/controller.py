@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiokv.base.logs import join_log
-from aiokv.connectors.fastdeploy.caches import cache_name, regions_of
+from aiokv.connectors.fastdeploy.caches import cache_name, create_caches, regions_of
 from aiokv.connectors.fastdeploy.layers import LayerDoneCounter
 from aiokv.connectors.fastdeploy.metadata import step_of, transfer_ids_of
+from aiokv.connectors.fastdeploy.stores import stores_of
 from aiokv.errors import ConfigError, UsageError
 from aiokv.sync import RankThread
 
@@ -40,13 +41,14 @@ class CacheController:
         path: socket of the manager's ``RankGroup``; None with ``source``.
         source: the ``CacheManager`` of this process, which owns the tensors; None with ``path``.
         device: device of the tensors, as for ``CacheEngine``.
-        stores: stores of this rank's shard of the blocks.
+        stores: stores of this rank's shard of the blocks; None for those of
+            ``--kvcache-storage-backend``.
         step_event: on a GPU: returns an event that was recorded just now on the stream of the
             model. None where all submitted work has finished when a batch begins.
 
     Raises:
-        ConfigError: a field of ``config`` is missing, or not exactly one of ``path`` and ``source``
-            is given.
+        ConfigError: a field of ``config`` is missing, not exactly one of ``path`` and ``source``
+            is given, or the ``kvcache_storage_backend`` cannot be used.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class CacheController:
         path: Path | str | None = None,
         source: LayerSource | None = None,
         device: Device | str | None = None,
-        stores: Sequence[Any] = (),
+        stores: Sequence[Any] | None = None,
         step_event: Callable[[], Any] | None = None,
     ) -> None:
         if (path is None) == (source is None):
@@ -73,7 +75,7 @@ class CacheController:
         self._rank_number = local_rank % ranks
         self._device_id = device_id
         self._path, self._source, self._device = path, source, device
-        self._stores = stores
+        self._stores = stores_of(config) if stores is None else stores
         self._step_event = step_event
         self._rank: RankThread | None = None
         self._closed_step = 0
@@ -86,10 +88,10 @@ class CacheController:
         """Create the cache tensors of the model's layers, and register them.
 
         A later call replaces the tensors, such as those of a profile run, until the manager has
-        opened the engine, and while its device tier sleeps.
+        opened the engine, while its device tier sleeps, and after ``free_gpu_cache``.
 
         Args:
-            attn_backend: its ``create_kv_cache`` creates the tensors of a layer by role.
+            attn_backend: creates the tensors of a layer by role; see ``create_caches``.
             num_gpu_blocks: number of device blocks.
 
         Returns:
@@ -153,10 +155,8 @@ class CacheController:
             getattr(self.config, "quant_config", None), "kv_cache_quant_type", None
         )
         caches = {
-            layer: attn_backend.create_kv_cache(
-                max_num_blocks=num_gpu_blocks,
-                cache_dtype=self.config.model_config.dtype,
-                kv_cache_quant_type=quantization,
+            layer: create_caches(
+                attn_backend, num_gpu_blocks, self.config.model_config.dtype, quantization
             )
             for layer in layers
         }
@@ -169,8 +169,7 @@ class CacheController:
             if rank.is_ready:
                 raise UsageError(
                     "the engine uses the cache tensors already",
-                    hint="call sleep() of the manager first, or free_gpu_cache() when the engine "
-                    "is closed",
+                    hint="call sleep() of the manager, or free_gpu_cache(), first",
                 )
             self.stop()
         known = {**self._caches, **caches}
@@ -233,10 +232,11 @@ class CacheController:
         return True
 
     def free_gpu_cache(self) -> None:
-        """Drop the references to the tensors. Idempotent.
+        """Finish moving transfers, and drop the references to the tensors. Idempotent.
 
         Disconnects from the manager, unless its device tier sleeps: see ``CacheManager.sleep``.
-        Without the manager's ``sleep``, the engine has lost this rank, and must be closed.
+        Nothing is cached any more then. The manager connects again when a request needs blocks,
+        and waits for ``initialize_kv_cache`` of all workers.
         """
         if self._rank is None or not self._rank.is_asleep:
             self.stop()
@@ -245,6 +245,7 @@ class CacheController:
     def stop(self) -> None:
         """Finish moving transfers, and disconnect from the manager. Idempotent."""
         rank, self._rank = self._rank, None
+        self._counter = None
         if rank is not None:
             rank.close()
 

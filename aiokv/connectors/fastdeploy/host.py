@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.base.logs import join_log
 from aiokv.connectors.fastdeploy.blocks import RequestBlocks
 from aiokv.errors import ClosedError, ControlTimeout
 from aiokv.sync import SyncEngine
+
+CONTROL_SECONDS: Final = 30.0  # limit for transfers and workers to react
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,9 +72,37 @@ class EngineHost:
 
     @property
     def blocks(self) -> RequestBlocks:
-        """Leases of the requests; opens the engine, once."""
+        """Leases of the requests; opens the engine, once, and waits for workers that have left.
+
+        Raises:
+            RankLost: workers have left, and not all have come back in time.
+        """
         blocks = self._blocks
-        return self.open() if blocks is None else blocks
+        if blocks is None:
+            return self.open()
+        if self.has_left:
+            self._bring_back(blocks)
+        return blocks
+
+    @property
+    def has_left(self) -> bool:
+        """True after a worker has freed its tensors, until all workers have new ones."""
+        failure = None if self._ranks is None else self._ranks.failure
+        return failure is not None and failure.has_left
+
+    def _bring_back(self, blocks: RequestBlocks) -> None:
+        """Wait until all workers have new tensors. Nothing is cached then.
+
+        Blocks of stores are not found any more: FastDeploy frees tensors for new weights, too.
+        """
+        with self._lock:
+            if self.has_left:
+                blocks.lose_all()
+                engine = blocks.engine
+                engine.call(engine.cache.restart_ranks)
+                if self.has_stores:
+                    with engine.updating_weights(CONTROL_SECONDS):
+                        pass
 
     def open(self) -> RequestBlocks:
         """Open the engine, unless it is open.
