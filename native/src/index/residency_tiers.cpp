@@ -120,7 +120,9 @@ bool Residency::drop_unused(RunId id) {
         host_.give_back(n.host);
     }
     if (run.has(kOnDevice)) {
-        device_.give_back_all(run.length, [&](std::uint32_t i) { return nodes[i].device; });
+        std::size_t next = 0;
+        device_.give_back_all(
+            [&] { return next < nodes.size() ? nodes[next++].device : kNoBlock; });
         device_nodes_ -= run.length;
     } else {
         for (const Node& n : nodes) {
