@@ -8,8 +8,8 @@ first and load all hits. The last run starts again with the blocks that the disk
 before has.
 
 * ``--beside-offload``: instead, run aiokv before and behind vLLM's ``OffloadingConnector`` in a
-  ``MultiConnector``, with Gemma 3 and with a small random Qwen 3, which has one group. The first
-  connector loads the hits; both save.
+  ``MultiConnector``, with this model and with one of full attention only, which has one group. The
+  first connector loads the hits; both save.
 * ``--runner-v2``: instead, run without aiokv and with ``"load": "layerwise"``, for both models, in
   vLLM's model runner V2.
 
@@ -68,14 +68,8 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     },
-    "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
-    },
 }
+MODELS["gemma3-full"] = MODELS["gemma3"] | {"layer_types": ["full_attention"] * 6}
 MODES: Final = ("none", "async", "layerwise", "disk", "disk, restarted")
 BESIDE_OFFLOAD: Final = ("none", "before offload", "behind offload")
 RUNNER_V2: Final = ("none", "layerwise")
@@ -222,6 +216,7 @@ def _loaded_blocks() -> int:
 
     from aiokv.connectors.vllm import AiokvConnector
 
+    gc.unfreeze()  # vLLM has frozen its objects
     connectors = (one for one in gc.get_objects() if isinstance(one, AiokvConnector))
     return sum(
         one.engine.cache_statistics().attention.onloaded_blocks

@@ -323,6 +323,21 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "scheduler for all ranks",
             hint="drop --distributed-executor-backend",
         )
+    if parallel.distributed_executor_backend == "ray" and not compat.fits_one_node(parallel):
+        raise ConfigError(
+            f"Ray has placed the {parallel.world_size} ranks on several nodes; AiokvConnector "
+            "serves ranks of one node only",
+            hint="let tensor_parallel_size times pipeline_parallel_size be at most the number of "
+            "GPUs of a node; use data parallelism over nodes",
+        )
+    stages = compat.layers_of_stages(vllm_config.model_config, parallel)
+    if len(set(stages)) > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size {parallel.pipeline_parallel_size} divides the model into "
+            f"stages of {stages} layers; AiokvConnector serves stages of equal size",
+            hint="choose a pipeline_parallel_size that divides the number of layers, do not set "
+            "VLLM_PP_LAYER_PARTITION, or use tensor parallelism",
+        )
     if vllm_config.model_config.enable_sleep_mode and not compat.announces_sleep():
         raise ConfigError(
             "enable_sleep_mode is set; this version of vLLM unmaps the KV cache without notice to "

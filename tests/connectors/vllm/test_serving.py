@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import stat
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -1426,6 +1427,37 @@ def test_stored_blocks_are_found_with_the_same_model_only() -> None:
         _model_name(plain, dtype="float16"),
     ]
     assert len({name, *others}) == 5
+
+
+def test_unequal_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config(extra=HOST, num_stages=2)
+    _check(config)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", f"{len(LAYER_NAMES)},0")
+    with pytest.raises(ConfigError, match=rf"stages of \[{len(LAYER_NAMES)}, 0\] layers"):
+        _check(config)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_served"),
+    [(["a", "a"], True), (["a", "b"], False), (["b", "a", "b"], True)],
+    ids=str,
+)
+def test_ranks_of_ray_on_several_nodes_are_refused(
+    nodes: list[str], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"bundles_to_node_id": dict(enumerate(nodes))}
+    ray = SimpleNamespace(placement_group_table=lambda group: table)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=ray))
+    monkeypatch.setitem(sys.modules, "ray.util", ray)
+    config = vllm_config(extra=HOST, num_ranks=2)
+    config.parallel_config.distributed_executor_backend = "ray"
+    _check(config)  # there is no placement group
+    config.parallel_config.placement_group = SimpleNamespace()
+    if is_served:
+        _check(config)
+    else:
+        with pytest.raises(ConfigError, match="Ray has placed the 2 ranks on several nodes"):
+            _check(config)
 
 
 def test_configuration_that_is_not_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
