@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-# Shortest time between two reports of a worker. The first loads after a pause are reported at once.
+# Shortest time between two reports of a worker. The first loads after a pause are reported at once,
+# and so are those before a pause.
 REPORT_SECONDS: Final = 1.0
 
 
@@ -94,6 +95,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             self._counts = EngineCounts()
         self._reported = self._reported_loads = -REPORT_SECONDS
+        self._is_pausing = False  # the worker's step computes nothing
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -122,8 +124,10 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Note the loads of this step."""
+        message = self._message
+        self._is_pausing = message.is_empty
         self._half_of_worker.begin(
-            self._message,
+            message,
             # vLLM calls wait_for_layer_load only between the pieces of a graph, and a batch in two
             # halves has one stream per half. A runner may call this method before it chooses a
             # graph; there is no attention metadata then. The layers of a draft model are computed
@@ -267,7 +271,8 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return ConnectorStatistics(counts)
         now = time.monotonic()
         has_loads = self._half_of_worker.has_counts
-        if now - (self._reported_loads if has_loads else self._reported) < REPORT_SECONDS:
+        is_early = now - (self._reported_loads if has_loads else self._reported) < REPORT_SECONDS
+        if is_early and not (has_loads and self._is_pausing):
             return None
         self._reported = now
         if has_loads:

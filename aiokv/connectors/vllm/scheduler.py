@@ -413,7 +413,9 @@ class SchedulerHalf:
         self._begin_or_defer()
         if not any(load.in_step for load in self._loads):  # the step would wait for them
             self._prefills.begin(self._step, _prompt_tokens(output))
-        message = StepMetadata(self._step, self._loads)
+        message = StepMetadata(
+            self._step, self._loads, is_empty=not output.total_num_scheduled_tokens
+        )
         self._loads = []
         self._swept = False
         self._queued = None

@@ -1025,7 +1025,7 @@ def test_blocks_that_vllm_allocates_after_the_message_are_loaded(
 def test_reports_of_a_worker_have_an_interval(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server()
+    server = make_server({"load": "layerwise"})
     tokens = evicted_prompt(server, 1)
     clock = SimpleNamespace(now=1e9)
     monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -1038,11 +1038,14 @@ def test_reports_of_a_worker_have_an_interval(
     server.run()
     assert server.statistics.reduce()["loaded_blocks"] == before + 10  # the first loads: at once
     assert server.scheduler.kv_cache_manager.reset_prefix_cache()
-    server.add("c", tokens, 1)
-    server.run()
+    server.add("c", tokens, 8)
+    while len(server.scheduler.requests["c"].output_token_ids) < 4:
+        server.step()
     assert server.statistics.reduce()["loaded_blocks"] == before + 10
+    server.run()
+    assert server.statistics.reduce()["loaded_blocks"] == before + 20  # before a pause: at once
     clock.now += 1.0
-    assert worker_of.get_kv_connector_stats().data["loaded_blocks"] == 10
+    assert worker_of.get_kv_connector_stats().data["loaded_blocks"] == 0
 
 
 def test_reset_forgets_host_memory(make_server: MakeServer) -> None:
