@@ -69,7 +69,10 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         },
     },
 }
-MODELS["gemma3-full"] = MODELS["gemma3"] | {"layer_types": ["full_attention"] * 6}
+MODELS["gemma3-full"] = MODELS["gemma3"] | {
+    "layer_types": ["full_attention"] * 6,
+    "sliding_window": None,
+}
 MODES: Final = ("none", "async", "layerwise", "disk", "disk, restarted")
 BESIDE_OFFLOAD: Final = ("none", "before offload", "behind offload")
 RUNNER_V2: Final = ("none", "layerwise")
