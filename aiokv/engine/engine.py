@@ -618,11 +618,12 @@ class CacheEngine(Unique):
         items: Sequence[Item] = (),
         ttl_seconds: float = 0.0,
         timeout: float | None = None,
+        tier: Tier = "device",
+        queued_tokens: int | None = None,
     ) -> Hit:
         """Copy the cached prefix of a prompt from the stores and host memory to the device.
 
-        Does not wait for capacity: without room, the blocks stay in host memory. With
-        ``CacheConfig.external_device``, they are copied from the stores to host memory only.
+        Does not wait for capacity: without room, the blocks stay in host memory.
 
         Args:
             tokens: ``[N]`` token ids of the prompt, as for ``match``.
@@ -634,13 +635,19 @@ class CacheEngine(Unique):
                 from eviction, ``math.inf`` sets no time limit.
             timeout: seconds to wait for blocks of the stores; None for no limit, 0 to ask no store.
                 Blocks that arrive later are cached in host memory.
+            tier: ``"host"`` to copy blocks of the stores to host memory only, as is always done
+                with ``CacheConfig.external_device``. ``ttl_seconds`` has no effect then.
+            queued_tokens: None to fetch blocks at any speed. For a request that waits for them: the
+                number of tokens of other prompts that the model computes before this one; blocks
+                that the model computes sooner are not fetched, as in ``Lease.allocate``.
 
         Returns:
             The prefix that is on the device at the end, as ``device_tokens``; with
-            ``CacheConfig.external_device``, the prefix in host memory, as ``host_tokens``.
+            ``tier="host"``, the cached prefix by tier.
 
         Raises:
-            UsageError: ``ttl_seconds`` is negative or not a number. Nothing changed.
+            UsageError: ``ttl_seconds`` or ``queued_tokens`` is negative or not a number, or
+                ``tier`` is unknown. Nothing changed.
             TransferError: a copy failed; the blocks before the failed block are on the device.
             ClosedError: the engine is closed or closing.
 
@@ -653,6 +660,8 @@ class CacheEngine(Unique):
             items=items,
             ttl_seconds=ttl_seconds,
             timeout=timeout,
+            tier=tier,
+            queued_tokens=queued_tokens,
         )
 
     async def pin(

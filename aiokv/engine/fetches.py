@@ -181,7 +181,7 @@ class Fetches:
         self, lease_id: int, timeout: float | None, queued_tokens: int, wait: StoreWait
     ) -> None:
         try:
-            comparison = self._comparison(queued_tokens)
+            comparison = self.comparison(queued_tokens)
             await self.bring(lease_id, timeout, Priority.DEMAND, comparison)
         finally:
             wait.end()
@@ -191,8 +191,12 @@ class Fetches:
             if self._lifetime.is_running:
                 self._dispatcher.apply(self._scheduler.end_store_wait(lease_id))
 
-    def _comparison(self, queued_tokens: int) -> Comparison | None:
-        """Return the comparison for a request; None while the speed of the model is unknown."""
+    def comparison(self, queued_tokens: int) -> Comparison | None:
+        """Return the comparison for a request; None while the speed of the model is unknown.
+
+        Args:
+            queued_tokens: tokens of other prompts that the model computes before this one.
+        """
         speed = self._speed.tokens_per_second
         if not speed:
             return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 from aiokv.base import checks
 from aiokv.base.checks import Unique
 from aiokv.base.plan import Priority
-from aiokv.base.types import Hit
+from aiokv.base.types import Hit, Tier
 from aiokv.errors import RequestTooLarge, UsageError, WouldBlock
 
 if TYPE_CHECKING:
@@ -102,9 +102,14 @@ class Pins:
         items: Sequence[Item],
         ttl_seconds: float,
         timeout: float | None,
+        tier: Tier,
+        queued_tokens: int | None,
     ) -> Hit:
         """See ``CacheEngine.prefetch``."""
         ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
+        checks.choice("tier", tier, get_args(Tier))
+        if queued_tokens is not None:
+            queued_tokens = checks.integer("queued_tokens", queued_tokens, minimum=0)
         match = partial(
             self._leases.match_to_hold,
             tokens,
@@ -114,9 +119,9 @@ class Pins:
             owner="prefetch",
             whole=False,
         )
-        record = await self._fetched(match, timeout)
+        record = await self._fetched(match, timeout, queued_tokens)
         found = self._scheduler.read.hit(record.id)
-        if self._external_device:
+        if self._external_device or tier == "host":
             self._leases.release(record)
             return found
         pin = await self._bring(record, found, until_used=ttl_seconds > 0)
@@ -172,9 +177,14 @@ class Pins:
         return pin
 
     async def _fetched(
-        self, match: Callable[[], LeaseRecord], timeout: float | None
+        self,
+        match: Callable[[], LeaseRecord],
+        timeout: float | None,
+        queued_tokens: int | None = None,
     ) -> LeaseRecord:
         """Match a prompt after its blocks were fetched from the stores.
+
+        With ``queued_tokens``, only blocks that the model computes later are fetched.
 
         Cancellation: no lease is left; fetches in flight go on.
         """
@@ -182,7 +192,12 @@ class Pins:
         record = match()
         if self._fetches.has_stores and timeout != 0.0:
             try:
-                await self._fetches.bring(record.live_id(), timeout, Priority.PREFETCH)
+                if queued_tokens is None:
+                    await self._fetches.bring(record.live_id(), timeout, Priority.PREFETCH)
+                else:
+                    comparison = self._fetches.comparison(queued_tokens)
+                    lease_id = record.live_id()
+                    await self._fetches.bring(lease_id, timeout, Priority.DEMAND, comparison)
             finally:
                 self._leases.release(record)
             record = match()

@@ -31,6 +31,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         first_token_seconds: from the submission to the first token.
         seconds: from the submission to the last token.
+        gaps_seconds: between the arrivals of tokens; a step may deliver several tokens at once.
         prompt_tokens: length of the prompt.
         cached_tokens: tokens of the prompt that the engine did not compute.
         token_ids: the answer.
@@ -38,6 +39,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     first_token_seconds: float
     seconds: float
+    gaps_seconds: list[float]
     prompt_tokens: int
     cached_tokens: int
     token_ids: list[int]
@@ -57,16 +59,14 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     def summary(self) -> dict[str, Any]:
         """Return the figures of the load."""
         first = [1e3 * answer.first_token_seconds for answer in self.answers]
+        gaps = [1e3 * gap for answer in self.answers for gap in answer.gaps_seconds]
         prompt_tokens = sum(answer.prompt_tokens for answer in self.answers)
         return {
             "requests": len(self.answers),
             "seconds": round(self.seconds, 3),
             "requests_per_second": round(len(self.answers) / self.seconds, 3),
-            "first_token_ms": {
-                "p50": round(float(np.percentile(first, 50)), 2),
-                "p99": round(float(np.percentile(first, 99)), 2),
-                "mean": round(float(np.mean(first)), 2),
-            },
+            "first_token_ms": _percentiles(first) | {"mean": round(float(np.mean(first)), 2)},
+            "gap_ms": _percentiles(gaps) if gaps else {},
             "prompt_tokens": prompt_tokens,
             "cached_tokens": sum(answer.cached_tokens for answer in self.answers),
             "distinct_output_tokens": len({t for a in self.answers for t in a.token_ids}),
@@ -103,18 +103,23 @@ async def run_load(
 
 async def _ask(engine: Engine, prompt: list[int], sampling: Any) -> Answer:
     started = time.perf_counter()
-    first = None
+    arrivals: list[float] = []
     output = None
     request_id = f"bench-{next(_request_ids)}"
     async for output in engine.generate({"prompt_token_ids": prompt}, sampling, request_id):
-        if first is None and output.outputs[0].token_ids:
-            first = time.perf_counter() - started
-    if first is None:
+        if output.outputs[0].token_ids:
+            arrivals.append(time.perf_counter() - started)
+    if not arrivals:
         raise RuntimeError(f"{request_id} ended without a token: {output}")
     return Answer(
-        first_token_seconds=first,
+        first_token_seconds=arrivals[0],
         seconds=time.perf_counter() - started,
+        gaps_seconds=np.diff(arrivals).tolist(),
         prompt_tokens=len(prompt),
         cached_tokens=output.num_cached_tokens or 0,
         token_ids=list(output.outputs[0].token_ids),
     )
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{q}": round(float(np.percentile(values, q)), 2) for q in (50, 90, 99)}

@@ -75,6 +75,7 @@ class Request:
     status: Status = Status.WAITING
     task_type: Type = Type.PREFILL
     preempted_count: int = 0
+    async_process_futures: list[Future] = field(default_factory=list)
     _match_result: object = None
 
     def __post_init__(self) -> None:
@@ -257,6 +258,8 @@ class Scheduler:
     def add(self, *requests: Request) -> None:
         with self.lock:
             self.requests |= {request.request_id: request for request in requests}
+            for request in requests:
+                self.manager.begin_fetch(request)
             self.waiting.extend(requests)
 
     def abort(self, request_id: str) -> None:
@@ -302,6 +305,7 @@ class Scheduler:
                     self._prefill(request, chunk, batch)
                     budget -= chunk
             has_preempted = has_preempted or bool(self.preempted)
+            skipped: list[Request] = []
             while self.waiting and budget > 0 and not has_preempted:
                 if len(self.running) >= self.max_requests:
                     break
@@ -309,6 +313,9 @@ class Scheduler:
                 if request.request_id in self.aborted:
                     self.waiting.popleft()
                     self.finished.append(request)
+                    continue
+                if not all(future.done() for future in request.async_process_futures):
+                    skipped.append(self.waiting.popleft())
                     continue
                 if len(request.output_token_ids) >= request.max_outputs:
                     self.waiting.popleft()  # preempted after its last token; `finish` comes
@@ -329,6 +336,7 @@ class Scheduler:
                 request.status = Status.RUNNING
                 self._prefill(request, chunk, batch)
                 budget -= chunk
+            self.waiting.extend(skipped)
             metadata = self.manager.issue_pending_backup_to_batch_request()
             if metadata is not None:
                 batch.append_evict_metadata([metadata])
@@ -429,6 +437,9 @@ class Scheduler:
         for _ in range(max_steps):
             if self.is_idle:
                 return
+            if not self.running and self.waiting:
+                for future in self.waiting[0].async_process_futures:
+                    future.exception(PATIENCE_SECONDS)
             self.step()
         raise AssertionError(f"not idle after {max_steps} steps: {self.waiting} {self.running}")
 
@@ -467,15 +478,26 @@ class Server:
     """Manager, worker and scheduler of one process, on the cpu device."""
 
     def __init__(
-        self, device_blocks: int, host_blocks: int = 0, device=None, kind="v1", **options
+        self,
+        device_blocks: int,
+        host_blocks: int = 0,
+        device=None,
+        kind="v1",
+        cache_options=None,
+        **options,
     ) -> None:
         config = fd_config(device_blocks, host_blocks, **options)
         layers = tensors(device_blocks)
-        regions, verify = regions_of(layers), "off" if device else "checksum"
+        cache_options = {
+            "regions": regions_of(layers),
+            "device": device,
+            "verify": "off" if device else "checksum",
+            **(cache_options or {}),
+        }
         if kind == "v1":
-            self.manager = CacheManager(config, regions=regions, device=device, verify=verify)
+            self.manager = CacheManager(config, **cache_options)
         else:
-            prefix = PrefixCacheManager(config, regions=regions, device=device, verify=verify)
+            prefix = PrefixCacheManager(config, **cache_options)
             self.manager = prefix.cache
         self.worker = Worker(layers, CacheController(config, source=self.manager))
         if kind == "v1":

@@ -372,7 +372,9 @@ def test_blocks_of_stores_are_not_found_after_workers_have_freed_their_tensors(t
         assert manager.prefetch_storage(found).result(PATIENCE_SECONDS).total == 2 * BLOCK
         controller.free_gpu_cache()
         serving.wait_until_left()
+        assert manager.prefetch_storage(found) is None, "no request waits for workers that left"
         serving.tensors = controller.initialize_kv_cache(Backend(), 8)
+        assert manager.can_allocate_device_blocks(1)
         assert manager.prefetch_storage(found).result(PATIENCE_SECONDS).total == 0
         assert [serving.serve(), serving.serve()] == [(0, True), (2, True)]
 

@@ -40,8 +40,8 @@ ONLY = {
         *("config", "errors"),
     ),
     "connectors.fastdeploy": (
-        *("base.checks", "base.logs", "base.types", "devices", "errors", "frameworks.paddle"),
-        *("ranks", "statistics", "sync"),
+        *("base.checks", "base.logs", "base.types", "connectors.prefills", "devices", "errors"),
+        *("frameworks.paddle", "ranks", "statistics", "sync"),
     ),
 }
 

@@ -17,7 +17,8 @@ What changes in FastDeploy, with its cache manager v1 (``ENABLE_V1_KVCACHE_MANAG
            fd_config, local_rank, device_id, path=socket, device="cuda", step_event=record_event
        )
 
-5. In the loop of the worker process: call ``cache_controller.submit_swap_tasks`` for a batch
+5. At the end of ``ResourceManagerV1.add_request()``, with stores: call ``begin_fetch(request)``.
+6. In the loop of the worker process: call ``cache_controller.submit_swap_tasks`` for a batch
    without requests, too. For a batch with requests, the model runner calls it.
 
 ``socket`` is the same path on both sides, in a directory of this user. ``record_event`` returns a
@@ -25,7 +26,7 @@ new event, recorded on the stream of the model. FastDeploy's requests and its ``
 as they are, and so does ``wait_for_layer`` in the attention layers.
 
 Without cache manager v1, :class:`PrefixCacheManager` replaces FastDeploy's class in 1. Changes 2 to
-5 are the same: ``schedule()`` then has to call ``issue_pending_backup_to_batch_request``, too.
+6 are the same: ``schedule()`` then has to call ``issue_pending_backup_to_batch_request``, too.
 """
 
 from aiokv.connectors.fastdeploy.controller import CacheController

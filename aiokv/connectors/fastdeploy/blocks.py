@@ -16,6 +16,7 @@ from aiokv.connectors.fastdeploy.requests import (
     prompt_length,
     tokens_of,
 )
+from aiokv.connectors.prefills import PrefillClock
 from aiokv.errors import (
     AiokvError,
     AllocateTimeout,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from aiokv import Item, Lease
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.connectors.fastdeploy.settings import Sizes
-    from aiokv.sync import Answer, Calls, SyncEngine, SyncLease
+    from aiokv.sync import Answer, Calls, EngineFuture, SyncEngine, SyncLease
 
 log = Log(__name__)
 
@@ -66,6 +67,8 @@ class Holding:
         committed_tokens: positions that the lease has committed.
         usable_blocks: blocks at the beginning that are at the same place in the scheduler's block
             table; None while all are.
+        last_batch: number of the last batch that computes the prompt; 0 before it, and when the
+            first token has arrived.
         is_scheduled: True when a batch has been scheduled that uses the blocks.
         shares_blocks: False when no other request may find the blocks.
         has_failed: True when an onload of the request has failed: its KV is wrong.
@@ -79,6 +82,7 @@ class Holding:
         "hit",
         "is_scheduled",
         "items",
+        "last_batch",
         "lease",
         "named_tokens",
         "prefill_tokens",
@@ -103,6 +107,7 @@ class Holding:
         self.scheduled_tokens = 0
         self.committed_tokens = 0
         self.usable_blocks: int | None = None
+        self.last_batch = 0
         self.is_scheduled = False
 
     @property
@@ -114,6 +119,11 @@ class Holding:
     def has_arrived(self) -> bool:
         """True if no onload of the request is in flight. Does not cross."""
         return self.lease is None or not self.table or self.lease.layers.is_done
+
+    @property
+    def queued_tokens(self) -> int:
+        """Number of positions of the prompt that no batch has computed yet."""
+        return max(self.prefill_tokens - self.scheduled_tokens, 0)
 
     def check_alignment(self) -> None:
         """Find out if the scheduler uses its blocks in another order than the lease.
@@ -171,6 +181,8 @@ class RequestBlocks:
         self._promised = 0  # number of blocks that a caller was told it can take
         self._has_committed = False  # True after a commit, until the next batch is scheduled
         self.last_step = 0  # number of the last closed step
+        self._batch = 0  # number of batches
+        self._prefills = PrefillClock()
 
     def close(self) -> None:
         """Release everything that is held."""
@@ -235,6 +247,30 @@ class RequestBlocks:
                 del self._holdings[request.request_id]
                 raise granted.error
             return holding
+
+    def fetch(self, request: Request, seconds: float) -> EngineFuture[Hit] | None:
+        """Begin to bring blocks of a request from the stores to host memory; does not wait.
+
+        Args:
+            request: the scheduler's object; it waits until the fetch has ended.
+            seconds: limit of the wait.
+
+        Returns:
+            A future of the cached prefix by tier; None if the request shares no block.
+        """
+        tokens, items = tokens_of(request), self._items_to_share(request)
+        if items is None:
+            return None
+        with self._lock:
+            queued = sum(holding.queued_tokens for holding in self._holdings.values())
+        return self.engine.submit(
+            self.engine.cache.prefetch,
+            tokens,
+            items=items,
+            timeout=seconds,
+            tier="host",
+            queued_tokens=queued,
+        )
 
     def can_allocate(self, num_blocks: int) -> bool:
         """Return True if ``num_blocks`` blocks can be allocated; the answer is exact.
@@ -386,6 +422,7 @@ class RequestBlocks:
             calls = self.engine.calls()
             self._record_departures(calls)
             self._record_commits(calls)
+            self._record_prefill(calls)
             ahead = [holding for holding in self._holdings.values() if self._needs_blocks(holding)]
             blocks = self._sizes.decode_blocks
             leases = [holding.lease for holding in ahead if holding.lease is not None]
@@ -398,12 +435,31 @@ class RequestBlocks:
                     self._update_table(holding)
             self._room = room.value
             self._has_committed = False
-            for holding in self._holdings.values():
-                holding.scheduled_tokens = max(
-                    holding.scheduled_tokens,
-                    min(holding.request.num_computed_tokens, holding.prefill_tokens),
-                )
+            self._note_batch()
             return self.last_step
+
+    def _note_batch(self) -> None:
+        """Note which positions the scheduled batch computes, for later commits and for its time."""
+        self._batch += 1
+        num_tokens, waits = 0, False
+        for holding in self._holdings.values():
+            end = min(holding.request.num_computed_tokens, holding.prefill_tokens)
+            if end > holding.scheduled_tokens:
+                num_tokens += end - holding.scheduled_tokens
+                waits = waits or not holding.has_arrived
+                holding.scheduled_tokens, holding.last_batch = end, self._batch
+        if not waits:
+            self._prefills.begin(self._batch, num_tokens)
+
+    def _record_prefill(self, calls: Calls) -> None:
+        """Tell the engine how long the batches took whose requests have their first tokens."""
+        ended = 0
+        for holding in self._holdings.values():
+            if holding.last_batch and len(holding.request.output_token_ids) > holding.base_outputs:
+                ended, holding.last_batch = max(ended, holding.last_batch), 0
+        measured = self._prefills.end(ended) if ended else None
+        if measured is not None:
+            calls.note_prefill(*measured)
 
     def commit_arrived(self, request: Request) -> None:
         """Share the blocks of a request whose tokens have arrived."""

@@ -8,6 +8,7 @@ from aiokv.base.logs import join_log
 from aiokv.connectors.fastdeploy.caches import cache_name, create_caches, regions_of
 from aiokv.connectors.fastdeploy.layers import LayerDoneCounter
 from aiokv.connectors.fastdeploy.metadata import step_of, transfer_ids_of
+from aiokv.connectors.fastdeploy.stores import stores_of
 from aiokv.errors import ConfigError, UsageError
 from aiokv.sync import RankThread
 
@@ -40,13 +41,14 @@ class CacheController:
         path: socket of the manager's ``RankGroup``; None with ``source``.
         source: the ``CacheManager`` of this process, which owns the tensors; None with ``path``.
         device: device of the tensors, as for ``CacheEngine``.
-        stores: stores of this rank's shard of the blocks.
+        stores: stores of this rank's shard of the blocks; None for those of
+            ``--kvcache-storage-backend``.
         step_event: on a GPU: returns an event that was recorded just now on the stream of the
             model. None where all submitted work has finished when a batch begins.
 
     Raises:
-        ConfigError: a field of ``config`` is missing, or not exactly one of ``path`` and ``source``
-            is given.
+        ConfigError: a field of ``config`` is missing, not exactly one of ``path`` and ``source``
+            is given, or the ``kvcache_storage_backend`` cannot be used.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class CacheController:
         path: Path | str | None = None,
         source: LayerSource | None = None,
         device: Device | str | None = None,
-        stores: Sequence[Any] = (),
+        stores: Sequence[Any] | None = None,
         step_event: Callable[[], Any] | None = None,
     ) -> None:
         if (path is None) == (source is None):
@@ -73,7 +75,7 @@ class CacheController:
         self._rank_number = local_rank % ranks
         self._device_id = device_id
         self._path, self._source, self._device = path, source, device
-        self._stores = stores
+        self._stores = stores_of(config) if stores is None else stores
         self._step_event = step_event
         self._rank: RankThread | None = None
         self._closed_step = 0

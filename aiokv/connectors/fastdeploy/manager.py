@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.base import checks
+from aiokv.base.logs import Log
 from aiokv.connectors.fastdeploy import statistics
 from aiokv.connectors.fastdeploy.host import CONTROL_SECONDS, EngineHost
 from aiokv.connectors.fastdeploy.metadata import MatchResult, onload_metadata, step_metadata
 from aiokv.connectors.fastdeploy.metrics import CacheMetrics
-from aiokv.connectors.fastdeploy.requests import tokens_of
 from aiokv.connectors.fastdeploy.settings import Sizes
-from aiokv.errors import ControlTimeout
+from aiokv.connectors.fastdeploy.stores import model_name, stores_of
+from aiokv.errors import AiokvError, ConfigError, ControlTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from aiokv.devices import Device
     from aiokv.ranks import RankGroup
     from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
+
+log = Log(__name__)
 
 TIERS: Final[tuple[Tier, ...]] = ("device", "host")
 
@@ -49,18 +53,21 @@ class CacheManager:
             of this process.
         regions: device tensors of this process; None with ranks, or without tensors.
         device: device of ``regions``.
-        stores: stores below the host tier, as for ``CacheEngine``.
+        stores: stores below the host tier, as for ``CacheEngine``; None for those of
+            ``--kvcache-storage-backend``. With ranks, their workers open them.
         step_event: without ranks, on a GPU: returns an event that was recorded just now behind all
             work that the runner has submitted. It runs in the engine's thread. Without it, the
             batch of one ``schedule()`` must have been computed when the next one begins.
+        store_wait_seconds: the longest that a request waits for blocks of stores.
         options: further fields of :class:`aiokv.CacheConfig`, such as ``model`` for stores.
 
     The engine opens with ``open``, or at the first verb that needs it, so that
     ``update_cache_config`` may come first. Numbers of blocks can be read before.
 
     Raises:
-        ConfigError: a field of ``config`` is missing or out of range, or the ``splitwise_role`` of
-            its ``scheduler_config`` is not ``"mixed"``.
+        ConfigError: a field of ``config`` is missing or out of range, the ``splitwise_role`` of
+            its ``scheduler_config`` is not ``"mixed"``, or its ``kvcache_storage_backend`` cannot
+            be used.
     """
 
     def __init__(
@@ -70,11 +77,24 @@ class CacheManager:
         ranks: RankGroup | None = None,
         regions: Regions | None = None,
         device: Device | str | None = None,
-        stores: Sequence[Any] = (),
+        stores: Sequence[Any] | None = None,
         step_event: Callable[[], Any] | None = None,
+        store_wait_seconds: float = 1.0,
         **options: Any,
     ) -> None:
         sizes = Sizes.of(config)
+        if stores is None:
+            named = stores_of(config)
+            if named and ranks is not None and not ranks.facts.capabilities.stores:
+                backend = config.cache_config.kvcache_storage_backend
+                raise ConfigError(
+                    f"kvcache_storage_backend is {backend!r}, but the RankGroup has no stores",
+                    hint="RankGroup(..., has_stores=True)",
+                )
+            stores = named if ranks is None else ()
+        self._store_wait_seconds = checks.seconds("store_wait_seconds", store_wait_seconds)
+        if "model" not in options and (name := model_name(config)) is not None:
+            options["model"] = name
         self.config = config
         self.cache_config = config.cache_config
         self.metrics = CacheMetrics()
@@ -345,16 +365,35 @@ class CacheManager:
 
     # --- stores -----------------------------------------------------------------------------------
 
+    def begin_fetch(self, request: Any) -> None:
+        """Begin to bring the blocks of a new request from the stores to host memory.
+
+        FastDeploy schedules the request when ``request.async_process_futures`` have ended, as it
+        does after its preprocessing. Raises nothing: without the blocks, the model computes.
+        """
+        try:
+            fetch = self.prefetch_storage(request)
+        except AiokvError as error:
+            log.warning("fastdeploy.not_fetched", request_id=request.request_id, reason=str(error))
+            return
+        if fetch is not None:
+            request.async_process_futures.append(fetch)
+
     def prefetch_storage(self, request: Request) -> EngineFuture[Hit] | None:
-        """Begin to bring the blocks of a request from the stores.
+        """Begin to bring the blocks of a request from the stores to host memory.
+
+        Blocks that the model computes sooner are not fetched.
 
         Returns:
-            A future of the prefix that is on the device then; None without stores.
+            A future of the cached prefix by tier, done after ``store_wait_seconds`` at the latest;
+            None without stores, and for a request that shares no block.
+
+        Raises:
+            UsageError: the request has no tokens.
         """
-        if not (self._host.has_stores and self.enable_prefix_caching):
+        if not (self._host.has_stores and self.enable_prefix_caching) or self._host.has_left:
             return None
-        engine = self.engine
-        return engine.submit(engine.cache.prefetch, tokens_of(request))
+        return self._host.blocks.fetch(request, self._store_wait_seconds)
 
     def write_cache_to_storage(self, request: Request) -> None:
         """Do nothing: aiokv saves blocks to the stores by ``CacheConfig.store_policy``."""

@@ -247,6 +247,10 @@ class PrefixCacheManager:
         """End one ``schedule()``; see ``CacheManager.issue_pending_backup_to_batch_request``."""
         return self.cache.issue_pending_backup_to_batch_request()
 
+    def begin_fetch(self, request: Any) -> None:
+        """See ``CacheManager.begin_fetch``."""
+        self.cache.begin_fetch(request)
+
     def write_cache_to_storage(self, request: Request) -> None:
         """Do nothing: aiokv saves blocks to the stores by ``CacheConfig.store_policy``."""
 

@@ -358,9 +358,16 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
     groups = KVGroups.of(kv_cache_config)
     if groups.sides and parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"the model has {len(groups.layers)} KV cache groups, and pipeline_parallel_size is "
-            f"{parallel.pipeline_parallel_size}; AiokvConnector does not serve both together",
+            "the model has several KV cache groups, or no full attention, and "
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; AiokvConnector does not "
+            "serve both together",
             hint="use tensor parallelism only",
+        )
+    if options.load == "layerwise" and groups.main is None:
+        raise ConfigError(
+            'load is "layerwise", and the model has no layer of full attention: a request that '
+            "shares the blocks of a load would not notice its failure",
+            hint='set "load": "async"',
         )
     if options.load == "layerwise" and parallel.pipeline_parallel_size > 1:
         raise ConfigError(

@@ -23,11 +23,11 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokv.base.logs import Log
+from aiokv.connectors.prefills import PrefillClock
 from aiokv.connectors.vllm import compat
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.groups import NO_BLOCK
 from aiokv.connectors.vllm.messages import Load, StepMetadata
-from aiokv.connectors.vllm.prefills import PrefillClock
 from aiokv.connectors.vllm.requests import (
     CachedRequest,
     Onload,
@@ -258,7 +258,7 @@ class SchedulerHalf:
         lease = cached.lease
         if lease is None:
             return 0
-        if self._groups.sides and cached.local and not compat.CAN_EXTEND_HITS:
+        if len(self._groups.layers) > 1 and cached.local and not compat.CAN_EXTEND_HITS:
             return 0
         size = self._block_tokens
         # vLLM computes at least the last position, for its logits.
@@ -579,7 +579,11 @@ class SchedulerHalf:
         )
         if cached.computed >= cached.request.num_tokens - 1:
             cached.due = (blocks + 1) * self._block_tokens if is_saved else sys.maxsize
-        return blocks if is_saved else 0
+        if not is_saved or cached.lease is None:
+            return 0
+        # The first call of assign() has to cover the hit, also one that vLLM does not load.
+        is_covered = cached.assigned or blocks * self._block_tokens >= cached.lease.cached_tokens
+        return blocks if is_covered else 0
 
     def _note_commits(
         self, committed: Iterable[tuple[CachedRequest, int, list[Answer[Any]]]]
@@ -689,8 +693,11 @@ class SchedulerHalf:
         """Forget all blocks of host memory and stores, and save none that was computed before.
 
         Returns:
-            False when transfers did not end in time: the blocks are still there.
+            False when transfers did not end in time, or a request waits for a load that must not
+            fail: the blocks are still there.
         """
+        if self._loading and self._groups.sides and not compat.CAN_FAIL_REQUESTS:
+            return False
         self.reset()
         is_done = self._cache.reset(self._timeout)
         if is_done:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from aiokv.connectors.prefills import LEAST_TOKENS, PrefillClock
 from aiokv.connectors.vllm.options import Options
-from aiokv.connectors.vllm.prefills import LEAST_TOKENS, PrefillClock
 
 
 @pytest.fixture
@@ -33,6 +33,15 @@ def test_step_that_was_built_ahead_begins_at_the_end_of_the_one_before(now: list
     assert clock.end(1) == (2_048, pytest.approx(1.0))
     now[0] = 101.25
     assert clock.end(2) == (4_096, pytest.approx(0.25))
+
+
+def test_steps_whose_ends_were_not_noticed_count_together(now: list[float]) -> None:
+    clock = PrefillClock()
+    clock.begin(1, 2_048)
+    clock.begin(2, 4_096)
+    now[0] = 101.5
+    assert clock.end(2) == (6_144, pytest.approx(1.5))
+    assert clock.end(2) is None
 
 
 def test_small_steps_are_no_measure_but_end_what_came_before(now: list[float]) -> None:

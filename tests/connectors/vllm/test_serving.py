@@ -27,13 +27,13 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from aiokv import CacheEngine, Lease
+from aiokv.connectors import prefills
 from aiokv.connectors.vllm import (
     AiokvConnector,
     compat,
     connector,
     link,
     opening,
-    prefills,
     prefixes,
     scheduler,
     sources,
@@ -1468,8 +1468,9 @@ def test_configuration_that_is_not_served_is_refused(monkeypatch: pytest.MonkeyP
     window = SlidingWindowSpec(
         block_size=4, num_kv_heads=1, head_size=8, dtype=torch.int32, sliding_window=16
     )
-    with pytest.raises(ConfigError, match="SlidingWindowSpec"):
-        _check(vllm_config(extra=HOST), spec=window)
+    _check(vllm_config(extra=HOST), spec=window)
+    with pytest.raises(ConfigError, match="no layer of full attention"):
+        _check(vllm_config(extra=HOST), spec=window, load="layerwise")
     _check(vllm_config(extra=HOST), groups=2)
     config = vllm_config(extra=HOST, async_scheduling=True)
     _check(config, load="layerwise")

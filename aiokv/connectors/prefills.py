@@ -1,4 +1,4 @@
-"""PrefillClock: how long vLLM's steps take that compute prompts."""
+"""PrefillClock: how long the steps of a server take that compute prompts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class PrefillClock:
 
     With asynchronous scheduling, a step is built while the one before is computed. So a step takes
     the time from its message, or from the end of the step before if that is later, to its end.
+    Steps whose ends were not noticed count together with the next one.
     """
 
     def __init__(self) -> None:
@@ -25,12 +26,15 @@ class PrefillClock:
             self._began[step] = (num_tokens, time.monotonic())
 
     def end(self, step: int) -> tuple[int, float] | None:
-        """Note the end of a step; return its tokens and seconds if it computed many tokens."""
+        """Note the end of a step and of all earlier ones.
+
+        Returns:
+            Their tokens and seconds; None if none of them computed many tokens.
+        """
         last, self._ended = self._ended, time.monotonic()
-        measured = self._began.pop(step, None)
-        self._began = {number: one for number, one in self._began.items() if number > step}
-        if measured is None:
+        ended = [self._began.pop(number) for number in list(self._began) if number <= step]
+        if not ended:
             return None
-        num_tokens, began = measured
-        seconds = self._ended - max(began, last)
+        num_tokens = sum(tokens for tokens, _ in ended)
+        seconds = self._ended - max(ended[0][1], last)
         return (num_tokens, seconds) if seconds > 0 else None
