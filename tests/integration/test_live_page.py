@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from aiokv import CacheConfig, CacheEngine, WindowGroup
 from aiokv.observe.asgi import asgi
 from aiokv.testing import ScriptedStore
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.browser import CHROMIUM
 from tests.harness.patience import STORE_OPTIONS
 from tests.harness.served import Served, begin
 from tests.peers.engines import Side, prompt
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[2]
 LAPTOP = {"width": 1366, "height": 768}
 PHONE = {"width": 390, "height": 844}
