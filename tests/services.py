@@ -54,7 +54,7 @@ def is_library(name: str) -> Callable[[], bool]:
 
 SYSTEM_PACKAGES = (
     SystemPackage("redis-server", "RedisStore", is_command("valkey-server", "redis-server")),
-    SystemPackage("chromium", "the live page", is_command("chromium")),
+    SystemPackage("chromium", "the live page", is_command("chromium", "google-chrome")),
     SystemPackage("prometheus", "dashboard and alerts", is_command("prometheus")),
     SystemPackage(
         "libibverbs1", "MooncakeStore and the transport mooncake", is_library("libibverbs.so.1")

@@ -491,8 +491,24 @@ class GroupTransferStatistics(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.asdict(self)
 
 
+_BLOCK_BYTES: Final = gauge(
+    "block_bytes", "Bytes of one block of a group in a tier, over all layers and ranks."
+)
+
+
+class BlockSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one block of a group, over all layers and ranks; -1 for unknown."""
+
+    device: Annotated[int, _BLOCK_BYTES(tier="device")] = UNKNOWN
+    host: Annotated[int, _BLOCK_BYTES(tier="host")] = UNKNOWN
+
+
 class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfers of a worker, by group: ``"attention"``, ``"state"``, and the window groups."""
+    """Transfers of a worker, by group: ``"attention"``, ``"state"``, and the window groups.
+
+    ``block_sizes`` lacks the groups without tensors, and all groups before the tensors are known;
+    with ranks, it has ``"attention"`` only.
+    """
 
     held: Annotated[int, gauge("held_transfers", "Transfers that wait until their step is closed.")]
     corrupt: Annotated[
@@ -504,6 +520,7 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     groups: Annotated[dict[str, GroupTransferStatistics], Label("group")]
+    block_sizes: Annotated[dict[str, BlockSizes], Label("group")] = {}
 
     @property
     def attention(self) -> GroupTransferStatistics:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aiokv.cli.arguments import add_count, add_option, from_arguments
@@ -14,15 +14,13 @@ from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
-    import socket
 
     from starlette.applications import Starlette
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 EPILOG = """\
 The model has random weights, so its text has no meaning; a token is a byte. The source to copy is
-aiokv/demo/http_server.py. /aiokv/ on the same port is the live page of the cache, /aiokv/metrics
-is for Prometheus, and /aiokv/readyz is for readiness probes.
+aiokv/demo/http_server.py. The page at / shows the cache at work; /aiokv/metrics is for Prometheus,
+and /aiokv/readyz is for readiness probes.
 
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "hello", "stream": true}'
 
@@ -37,8 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the ``serve`` command."""
     parser = subparsers.add_parser(
         "serve",
-        help="serve the demo's model over HTTP, like OpenAI's completions",
-        description="Serve the demo's model on the cpu device at POST /v1/completions.",
+        help="serve the demo's model over HTTP, with OpenAI's API",
+        description="Serve the demo's model on the cpu device. Paths: /v1/models, "
+        "/v1/completions, /v1/chat/completions.",
         epilog=EPILOG,
     )
     add_option(parser, "--host", str, "127.0.0.1", "address to bind", "HOST")
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: the address cannot be bound.
     """
     try:
-        import uvicorn
+        from aiokv.demo.http_server import serve
 
         app = _make_app(args)
     except ImportError as error:
@@ -65,70 +64,28 @@ def run(args: argparse.Namespace) -> int:
             f"aiokv serve needs the package {error.name}", hint="pip install 'aiokv[serve]'"
         ) from None
     level = "info" if args.log_level == "warning" else args.log_level
-    config = uvicorn.Config(
-        _refusing_at_the_end(app),
-        loop="uvloop",
-        log_level=level,
-        timeout_graceful_shutdown=args.grace,
-    )
-
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            app.state.end_streams()  # streams of /aiokv/events do not end by themselves
-            await super().shutdown(sockets)
-
-    server = Server(config)
     with listen("--port", args.host, args.port) as listener:
         host = f"[{args.host}]" if ":" in args.host else args.host
         address = f"http://{host}:{listener.getsockname()[1]}"
         print(f"aiokv: running on {address} (Ctrl-C stops)", file=sys.stderr, flush=True)
-        with suppress(Terminated):  # uvicorn raises the signal again when it has shut down
-            server.run(sockets=[listener])
-    return 0 if server.started else 1  # uvicorn has logged why the engine could not be opened
-
-
-def _refusing_at_the_end(app: ASGIApp) -> ASGIApp:
-    """Let answers that the server cancels end with an error for the client, not with a traceback.
-
-    Args:
-        app: answers with JSON, or with a stream of events.
-    """
-    from starlette.responses import JSONResponse
-
-    error = JSONResponse({"error": {"message": "the server has shut down", "code": 503}}, 503)
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-
-        async def noted(message: Message) -> None:
-            nonlocal has_started
-            has_started = True
-            await send(message)
-
-        try:
-            await app(scope, receive, noted)
-        except asyncio.CancelledError:  # --grace has passed
-            if scope["type"] != "http":
-                raise
-            if not has_started:
-                return await error(scope, receive, send)
-            event = b"data: %b\n\n" % bytes(error.body)
-            with suppress(RuntimeError):  # an answer with a length takes no further bytes
-                await send({"type": "http.response.body", "body": event, "more_body": False})
-
-    return answer
+        has_started = True
+        with suppress(Terminated):  # the signal, which is raised again at the end
+            has_started = serve(app, listener, grace_seconds=args.grace, log_level=level)
+    return 0 if has_started else 1  # uvicorn has logged why the engine could not be opened
 
 
 def _make_app(args: argparse.Namespace) -> Starlette:
     from aiokv import CacheConfig, CacheEngine
-    from aiokv.demo.http_server import make_app
+    from aiokv.demo.byte_model import ByteModel
+    from aiokv.demo.http_server import MAX_RUNNING, make_app
     from aiokv.demo.transformer import NumpyTransformer
     from aiokv.demo.weights import GroupedConfig, random_weights
 
     config = from_arguments(CacheConfig, args)
+    config = replace(config, reserve_blocks=min(MAX_RUNNING, args.device_blocks // 8))
     sizes = GroupedConfig(vocab=256)
     max_context_tokens = args.device_blocks * args.block_tokens
     model = NumpyTransformer(sizes, random_weights(sizes), max_context_tokens=max_context_tokens)
     cache = model.new_cache(args.device_blocks, args.block_tokens)
     engine = CacheEngine(config, cache.regions(), model.new_device())
-    return make_app(engine, model, cache)
+    return make_app(engine, ByteModel(model, cache))

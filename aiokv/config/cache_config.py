@@ -64,7 +64,7 @@ class WindowGroup:
             one, which has the recurrent state at its end.
 
     With ``CacheConfig.external_device``, the ids of all groups are those of one pool of the server:
-    ``device_blocks`` is that of the configuration, ``host_blocks`` must not be 0, and
+    ``device_blocks`` is at most that of the configuration, ``host_blocks`` must not be 0, and
     ``step_tokens`` must be None.
 
     Raises:
@@ -268,15 +268,19 @@ class CacheConfig:
                     hint=f"set {name}={unset!r}, or external_device=False",
                 )
         for name, group in self.windows.items():
-            for field_name, required in (
-                ("device_blocks", self.device_blocks),
-                ("step_tokens", None),
-                ("host_blocks", group.host_blocks or "at least 1"),
+            for field_name, is_right, required in (
+                (
+                    "device_blocks",
+                    group.device_blocks <= self.device_blocks,
+                    "at most device_blocks",
+                ),
+                ("step_tokens", group.step_tokens is None, "None"),
+                ("host_blocks", group.host_blocks > 0, "at least 1"),
             ):
-                if (value := getattr(group, field_name)) != required:
+                if not is_right:
                     raise ConfigError(
-                        f"windows[{name!r}] has {field_name}={value}, and external_device is True: "
-                        f"it must be {required}",
+                        f"windows[{name!r}] has {field_name}={getattr(group, field_name)}, and "
+                        f"external_device is True: it must be {required}",
                         hint="all groups of the server share one pool, and have host copies",
                     )
         if self.write_policy == "write_back":

@@ -46,7 +46,7 @@ class Inspection(Unique):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def leases(self, limit: int = 1000) -> list[LeaseInfo]:
+    def leases(self, limit: int = 1000, *, max_waiting: int | None = None) -> list[LeaseInfo]:
         """List leases: first the waiting ones in line order, then the oldest ones.
 
         Leases of pins and prefetches are included. The call takes about 2 µs per listed lease; it
@@ -54,13 +54,18 @@ class Inspection(Unique):
 
         Args:
             limit: most leases to list, from 0.
+            max_waiting: most waiting leases among them, from 0; None for ``limit``.
 
         Raises:
-            UsageError: ``limit`` is negative or not an integer; or the call is made in another
+            UsageError: a limit is negative or not an integer; or the call is made in another
                 thread.
         """
         self._lifetime.check_thread()
-        return self._read.leases(checks.integer("limit", limit, minimum=0))
+        limit = checks.integer("limit", limit, minimum=0)
+        if max_waiting is None:
+            return self._read.leases(limit, limit)
+        most = checks.integer("max_waiting", max_waiting, minimum=0)
+        return self._read.leases(limit, min(most, limit))
 
     def hottest_prefixes(self, limit: int = 32) -> HotPrefixes:
         """Return the cached prefixes that were used most, as a tree.

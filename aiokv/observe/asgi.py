@@ -20,10 +20,13 @@ The app answers ``GET`` and ``HEAD``, and changes nothing. It sends no CORS head
 authentication: serve it where only operators reach it. Answers contain the owners of leases and the
 URLs of stores, but no tokens and no secrets, and of salts and adapters only digests.
 
-An engine spends no time on the app between two requests: five seconds after the last request of a
-live page, the app stops observing the engine. A stream of ``/events`` ends when its client
-disconnects or the engine closes. A server that waits for all connections when it stops has to call
-``app.end_streams()`` first, or needs a limit, such as ``timeout_graceful_shutdown`` of uvicorn::
+The app samples each open engine once per second, for ten minutes of history on the live page: 50 µs
+and 38 KiB per engine. The first samples are taken when the app is made on a running loop, else when
+the server starts (lifespan), or at the first request, such as a probe. Five seconds after the last
+request of a live page, the app stops observing the engine. A stream of ``/events`` ends when its
+client disconnects or the engine closes. A server that waits for all connections when it stops has
+to call ``app.end_streams()`` first, or needs a limit, such as ``timeout_graceful_shutdown`` of
+uvicorn::
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets=None):
@@ -54,7 +57,7 @@ from aiokv.errors import ConfigError, UsageError
 from aiokv.observe.metrics import CONTENT_TYPE as METRICS_TYPE
 from aiokv.observe.metrics import exposition, named_engines
 from aiokv.observe.snapshot import hidden, snapshot, without_credentials
-from aiokv.observe.watching import Watching
+from aiokv.observe.watching import PERIOD_SECONDS, Watching
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -129,7 +132,8 @@ class Application:
                     f"engines has {name!r}: {engine!r}; it must map str to CacheEngine"
                 )
         self._show_salts = show_salts
-        self._watching: dict[str, Watching] = {}  # while a page is open
+        self._watching: dict[str, Watching] = {}  # engines that were open, by name
+        self._timer: asyncio.TimerHandle | None = None  # of the next samples
         self._name_of = str if show_salts else hidden
         self._streams: set[asyncio.Future[None]] = set()  # done when the client of a stream leaves
         self._answers: dict[str, Callable[[Scope], Response | CacheEngine]] = {
@@ -140,9 +144,12 @@ class Application:
             "/events": self._events,
             "/live": self._live,
         }
+        with suppress(RuntimeError):  # no loop is running
+            self._start_sampling()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection; see the ASGI specification."""
+        self._start_sampling()
         if scope["type"] == "http":
             response = self._answer(scope)
             if isinstance(response, Response):
@@ -206,6 +213,31 @@ class Application:
         for gone in list(self._streams):
             gone.cancel()
 
+    def _start_sampling(self) -> None:
+        """Sample the engines once per second until all of them are closed. Idempotent.
+
+        Raises:
+            RuntimeError: no loop is running.
+        """
+        loop = asyncio.get_running_loop()
+        if self._timer is None and any(map(_may_serve_here, self._engines.values())):
+            self._timer = loop.call_later(PERIOD_SECONDS, self._sample)
+
+    def _sample(self) -> None:
+        self._timer = None
+        self._start_sampling()
+        loop, engines = asyncio.get_running_loop(), dict(self._engines)
+        for name, watching in list(self._watching.items()):
+            if not _may_serve_here(watching.engine):
+                del self._watching[name]
+            elif engines.get(name) is not watching.engine:
+                self._watching.pop(name).stop()
+        for name, engine in engines.items():
+            if engine.loop is loop and _may_serve_here(engine):
+                watching = self._watch(name, engine)
+                watching.sample()
+                watching.stop_if_idle(loop.time())
+
     def _paths(self) -> list[str]:
         return ["/", *self._answers]
 
@@ -244,14 +276,14 @@ class Application:
         return _json(200, {"time_seconds": time.time(), "engines": dumps})
 
     def _live(self, scope: Scope) -> Response:
-        now = time.monotonic()
-        after = max(_number(scope, "after", -math.inf), now - 60)
-        dumps = {
-            name: snapshot(
-                engine, self._watch(name, engine).transfers(after), show_salts=self._show_salts
-            )
-            for name, engine in self._engines.items()
-        }
+        now, loop = time.monotonic(), asyncio.get_running_loop()
+        after = _number(scope, "after", -math.inf)
+        dumps = {}
+        for name, engine in self._engines.items():
+            watching = self._watch(name, engine)
+            transfers = watching.transfers(max(after, now - 60), loop.time())
+            dump = snapshot(engine, transfers, show_salts=self._show_salts)
+            dumps[name] = {**dump, "history": watching.history(after)}
         failed = {name: failed_checks(engine) for name, engine in self._engines.items()}
         answer = {"time_seconds": time.time(), "failed": failed, "engines": dumps}
         # The next answer repeats one second, because records arrive some time after their end.
@@ -262,8 +294,9 @@ class Application:
         if watching is None or watching.engine is not engine:
             if watching is not None:
                 watching.stop()
-            watching = Watching(engine, on_stop=lambda: self._watching.pop(name))
-            self._watching[name] = watching
+            watching = Watching(engine)
+            if _may_serve_here(engine):
+                self._watching[name] = watching
         return watching
 
     def _health(self, scope: Scope) -> Response:
@@ -275,6 +308,16 @@ class Application:
         failed = {name: failed_checks(engine) for name, engine in self._engines.items()}
         is_ready = bool(failed) and not any(checks.keys() - TOLERATED for checks in failed.values())
         return _json(200 if is_ready else 503, {"ready": is_ready, "failed": failed})
+
+
+def _may_serve_here(engine: CacheEngine) -> bool:
+    """Return True for an engine that is not closed, and not entered on another loop."""
+    if engine.loop not in (None, asyncio.get_running_loop()):
+        return False
+    try:
+        return engine.health().phase not in ("closed", "abandoned")
+    except UsageError:  # a failure has left its state unknown
+        return False
 
 
 def failed_checks(engine: CacheEngine) -> dict[str, str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aiokv.statistics import TransferSpan
 
 MAX_LEASES: Final = 128
+MAX_WAITING: Final = 48  # of MAX_LEASES; the others run
 MAX_PREFIXES: Final = 40
 MAX_TRANSFERS: Final = 500
 
@@ -53,7 +54,8 @@ def snapshot(
     Raises:
         UsageError: the call is made in another thread than that of the engine's loop.
     """
-    leases = [msgspec.to_builtins(lease) for lease in engine.inspect.leases(MAX_LEASES)]
+    listed = engine.inspect.leases(MAX_LEASES, max_waiting=MAX_WAITING)
+    leases = [msgspec.to_builtins(lease) for lease in listed]
     hottest = engine.inspect.hottest_prefixes(MAX_PREFIXES)
     name = _shown if show_salts else hidden
     spans = engine.inspect.in_flight()[-MAX_TRANSFERS:] if transfers is None else transfers

@@ -19,7 +19,7 @@ from aiokv.base.checks import Unique, arguments, flag, integer
 from aiokv.base.groups import ATTENTION, retention_of
 from aiokv.base.logs import Log
 from aiokv.base.plan import PEER_ROUTES
-from aiokv.base.statistics import RankStatistics
+from aiokv.base.statistics import BlockSizes, RankStatistics
 from aiokv.errors import ClosedError, ConfigError, RankLost, UsageError
 from aiokv.ranks.broadcast import SAVED_ROUTES, SENT_ROUTES, TIER_ROUTES, TransferBroadcast
 from aiokv.ranks.control_requests import ControlRequests
@@ -430,7 +430,12 @@ class RankGroup(Unique):
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of the group; a transfer counts once, not once per rank."""
-        return self._transfers.statistics(self._windows)
+        counts, layout = self._transfers.statistics(self._windows), self.layout
+        if layout is None or not layout.block_bytes:
+            return counts
+        facts = self.facts
+        sizes = BlockSizes(device=facts.block_bytes, host=facts.pitch_bytes)
+        return msgspec.structs.replace(counts, block_sizes={ATTENTION: sizes})
 
     def inspect(self) -> WorkerState:
         """Return the state of the ranks, and of their parts as of the last heartbeats.

@@ -563,14 +563,15 @@ class CacheReader:
             sent_blocks=core.sent_blocks,
         )
 
-    def leases(self, limit: int) -> list[LeaseInfo]:
+    def leases(self, limit: int, max_waiting: int) -> list[LeaseInfo]:
         """Return at most ``limit`` leases in bounded time; see ``Inspection.leases``."""
-        waits = self._waits(limit)
+        waits = self._waits(max_waiting)
         listed = [self._lease_info(self._core.describe(lease_id), waits) for lease_id in waits]
-        for entry in self._core.oldest_leases(limit):
+        waiting = self._admission.requests.keys() | self._pending.waiters.keys()
+        for entry in self._core.oldest_leases(limit + len(waiting)):
             if len(listed) == limit:
                 break
-            if entry[0] not in waits and entry[0] in self._owners:
+            if entry[0] in self._owners and entry[0] not in waiting:
                 listed.append(self._lease_info(entry, waits))
         return listed
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.base.statistics import StoreStatistics
-from aiokv.stores.base import Result, Store, StoreMemory
+from aiokv.stores.base import Result, Store, StoreMemory, split_keys
 from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "StoreMemory",
     "StoreStatistics",
     "StoreUse",
+    "split_keys",
     "stores_from",
     "stores_from_environment",
 ]

@@ -316,6 +316,7 @@ class CacheController:
             [executor.counts for executor in executors],
             held=len(self._gate),
             corrupt=self._transfers.corrupt,
+            block_sizes=self.memory.block_sizes,
         )
 
     def inspect(self) -> WorkerState:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from aiokv.base.plan import Outcome, Route, TransferPlan
+    from aiokv.base.statistics import BlockSizes
 
 BANDWIDTH_WEIGHT: Final = 0.2  # weight of the newest transfer in the moving average
 LEARN_BYTES: Final = 1 << 20  # smaller transfers measure latency rather than bandwidth
@@ -171,7 +172,12 @@ class RouteTable(Generic[C]):
 
 
 def worker_statistics(
-    groups: Iterable[str], tables: Iterable[RouteTable[Any]], *, held: int, corrupt: int = 0
+    groups: Iterable[str],
+    tables: Iterable[RouteTable[Any]],
+    *,
+    held: int,
+    corrupt: int = 0,
+    block_sizes: dict[str, BlockSizes] | None = None,
 ) -> WorkerStatistics:
     """Return the statistics of a worker. Any thread.
 
@@ -180,6 +186,7 @@ def worker_statistics(
         tables: counts of its executors; of two with the same group and route, the later ones count.
         held: transfers that wait for their step.
         corrupt: onloads that moved wrong bytes.
+        block_sizes: bytes per block, by group.
     """
     routes: dict[str, dict[str, RouteStatistics]] = {ATTENTION: {}, **{name: {} for name in groups}}
     for table in tables:
@@ -189,6 +196,7 @@ def worker_statistics(
         held=held,
         corrupt=corrupt,
         groups={group: GroupTransferStatistics(**found) for group, found in routes.items()},
+        block_sizes=block_sizes or {},
     )
 
 

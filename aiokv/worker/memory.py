@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from aiokv.base.groups import ATTENTION, STATE, layers_group, retention_of
 from aiokv.base.plan import CLONE, PEER_ROUTES, STORE_ROUTES, Pool
+from aiokv.base.statistics import BlockSizes
 from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
 from aiokv.layout.host_format import pitch_bytes
 from aiokv.stores.base import KEY_BYTES, StoreMemory
@@ -175,6 +177,16 @@ class WorkerMemory:
         """Return the bytes that a block of a group takes in host memory."""
         payload_bytes = self.regions.group_blocks(group).payload_bytes
         return pitch_bytes(payload_bytes, with_stores=self._has_stores)
+
+    @cached_property
+    def block_sizes(self) -> dict[str, BlockSizes]:
+        """Bytes of one block of each group that has tensors; the layout of tensors is constant."""
+        sizes = {}
+        for group in (ATTENTION, *self.regions.groups):
+            device = self.regions.group_blocks(group).block_bytes
+            if device:
+                sizes[group] = BlockSizes(device=device, host=self.pitch_bytes(group))
+        return sizes
 
     def check(self, plan: TransferPlan) -> int:
         """Return the bytes that a plan moves.

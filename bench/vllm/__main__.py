@@ -88,7 +88,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=LOADS,
         default=[load for load in LOADS if load != "long_answers"],
-        help="default: all but long_answers, which needs --host-gib 80",
+        help="default: all but long_answers, which needs --host-gib 56 and --device-blocks 12288",
     )
     parser.add_argument("--shape", default="8b", help="8b, or tiny to try the bench itself")
     parser.add_argument("--workload", type=Path, metavar="FILE", help="default: from the trace")

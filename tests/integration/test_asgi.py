@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import threading
+import time
 import weakref
 from typing import Any, NamedTuple
 
@@ -380,9 +381,67 @@ async def test_an_engine_has_an_observer_only_while_a_page_asks(monkeypatch):
         await save(3)
         assert len(records) == seen > 0
         assert await transfers() == []
-        assert running_clock().timers == 1
-        await running_clock().advance(6)
+
+
+@pytest.mark.clock
+async def test_ten_minutes_of_history_precede_the_first_page():
+    async with Served(device_blocks=32) as served:
+        app = asgi(served.engine)
+
+        async def history(after: float = -1) -> tuple[list[dict[str, float]], float]:
+            answer = (await ask(app, "/live", query=f"after={after}".encode())).json()
+            found = answer["engines"]["default"]["history"]
+            return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]], answer[
+                "after"
+            ]
+
+        assert (await history())[0] == []
+        await running_clock().advance(1)
+        await served.serve(TOKENS)
+        await served.serve(TOKENS)
+        running = await served.engine.match(range(100, 140)).allocate(40)
+        waiting = served.engine.match(range(200, 240))
+        task = await begin(served, waiting.allocate(40))
+        await running_clock().advance(2)
+        rows, cursor = await history()
+        assert [row["prompt_tokens"] for row in rows] == [0, 54, 54]
+        assert [row["hit_device_tokens"] for row in rows] == [0, 6, 6]
+        assert [(row["leases"], row["waiting"]) for row in rows] == [(0, 0), (2, 1), (2, 1)]
+        assert all(abs(row["time_seconds"] - time.time()) < 60 for row in rows)
+        assert [row["time_seconds"] for row in rows] == sorted(row["time_seconds"] for row in rows)
+        assert (await history(cursor + 3600))[0] == []
+        task.cancel()
+        await asyncio.wait([task])
+        waiting.release()
+        running.release()
+        for _ in range(700):
+            await running_clock().advance(1)
+        assert len((await history())[0]) == 600
+    await running_clock().advance(2)
+    assert running_clock().timers == 0
+
+
+@pytest.mark.clock
+async def test_an_app_without_a_running_loop_samples_from_its_first_request():
+    engine = new_engine()
+    app = await asyncio.to_thread(asgi, engine)
+    async with engine:
         assert running_clock().timers == 0
+        await ask(app, "/readyz")
+        await running_clock().advance(3)
+        rows = (await ask(app, "/live")).json()["engines"]["default"]["history"]["rows"]
+        assert len(rows) == 3
+
+
+@pytest.mark.clock
+async def test_an_engine_that_is_entered_later_is_sampled():
+    engine = new_engine()
+    app = asgi(engine)
+    await running_clock().advance(3)
+    async with engine:
+        await running_clock().advance(2)
+        rows = (await ask(app, "/live")).json()["engines"]["default"]["history"]["rows"]
+        assert len(rows) == 2
 
 
 async def test_a_cursor_leaves_out_transfers_that_were_seen():
@@ -457,6 +516,7 @@ async def test_a_snapshot_of_many_leases_is_bounded():
         leases = [engine.match([i, i + 1, i + 2]) for i in range(1000)]
         shown = snapshot(engine)
         assert (len(shown["leases"]), shown["statistics"]["leases"]) == (128, 1000)
+        assert shown["waiting"] == []
         for lease in leases:
             lease.release()
 
@@ -591,7 +651,7 @@ async def test_a_silent_stream_is_kept_alive():
         assert client.parts == [b": keep-alive\n\n"] * 3
         client.leave()
         await client.task
-        assert running_clock().timers == 0
+        assert running_clock().timers == 1  # of the next samples
 
 
 async def test_the_engine_of_a_stream_is_named_in_the_query():

@@ -518,6 +518,16 @@ async def test_groups_of_a_server_have_its_pool_and_host_memory(fields, message)
         CacheConfig(device_blocks=8, host_blocks=8, external_device=True, windows={"local": group})
 
 
+async def test_group_may_have_fewer_ids_than_attention():
+    groups = external_groups(("near",), 20, 20)
+    async with ExternalCache(device_blocks=30, groups=groups) as cache:
+        lease = await cache.granted(prompt(1, 2))
+        with pytest.raises(UsageError, match="block id 20 is out of range; the device has 20"):
+            lease.assign([28, 29, 0], groups={"near": [18, 20, 19]})
+        lease.assign([28, 29, 0], groups={"near": [18, -1, 19]})
+        lease.release()
+
+
 async def test_other_retentions_need_a_server():
     group = WindowGroup(retention="last", device_blocks=8, host_blocks=4)
     with pytest.raises(ConfigError, match="retention='last', and external_device is False"):

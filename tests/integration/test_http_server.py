@@ -22,8 +22,9 @@ import uvicorn
 
 import aiokv
 from aiokv.cli import main
-from aiokv.demo import disconnects, http_server
+from aiokv.demo import http_server
 from aiokv.demo.batch import Batch, Part
+from aiokv.demo.byte_model import ByteModel
 from aiokv.demo.transformer import NumpyTransformer
 from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -48,7 +49,7 @@ async def serving(model):
         block_tokens=BLOCK_TOKENS, device_blocks=DEVICE_BLOCKS, host_blocks=256
     )
     engine = aiokv.CacheEngine(config, cache.regions(), model.new_device())
-    app = http_server.make_app(engine, model, cache)
+    app = http_server.make_app(engine, ByteModel(model, cache))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
@@ -104,7 +105,9 @@ async def test_answers_to_200_clients_are_those_without_a_cache(model, monkeypat
     async with serving(model) as served:
         preempted, preempt = [], aiokv.Lease.preempt
         monkeypatch.setattr(
-            aiokv.Lease, "preempt", lambda lease: preempted.append(1) or preempt(lease)
+            aiokv.Lease,
+            "preempt",
+            lambda lease, **options: preempted.append(1) or preempt(lease, **options),
         )
         rng = random.Random(1)
         systems = [[rng.randrange(256) for _ in range(48)] for _ in range(3)]
@@ -201,6 +204,111 @@ async def test_a_bad_request_gets_status_400(model, body, message):
         assert message in response.json()["error"]["message"]
 
 
+@pytest.mark.asyncio
+async def test_answers_have_the_fields_of_openais_api(model):
+    async with serving(model) as served:
+        (entry,) = (await served.client.get("/v1/models")).json()["data"]
+        assert (entry["id"], entry["object"]) == ("aiokv-demo", "model")
+        body = {"model": entry["id"], "prompt": "hello", "max_tokens": 4}
+        answer = (await served.client.post("/v1/completions", json=body)).json()
+        expected = answer_without_cache(model, b"hello", 4)
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == entry["id"]
+    assert answer["created"] >= entry["created"]
+    choice = {"index": 0, "text": expected, "logprobs": None, "finish_reason": "length"}
+    assert answer["choices"] == [choice]
+
+
+@pytest.mark.asyncio
+async def test_a_chat_streams_the_content_of_the_whole_answer(model):
+    body = {
+        "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}],
+        "max_completion_tokens": 6,
+    }
+    expected = answer_without_cache(model, b"system: be short\nuser: hi\nassistant: ", 6)
+    async with serving(model) as served:
+        whole = (await served.client.post("/v1/chat/completions", json=body)).json()
+        streamed = await served.client.post("/v1/chat/completions", json=body | {"stream": True})
+    assert whole["object"] == "chat.completion"
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": expected}
+    found = events(streamed.text)
+    assert {event["object"] for event in found} == {"chat.completion.chunk"}
+    deltas = [event["choices"][0]["delta"] for event in found]
+    assert "".join(delta["content"] for delta in deltas) == expected
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * 6
+    assert [event["choices"][0]["finish_reason"] for event in found] == [None] * 6 + ["length"]
+
+
+@pytest.mark.asyncio
+async def test_an_answer_without_max_tokens_has_the_room_that_is_left(model):
+    body = {"messages": [{"role": "user", "content": "x" * 400}]}
+    async with serving(model) as served:
+        answer = (await served.client.post("/v1/chat/completions", json=body)).json()
+    assert answer["usage"]["total_tokens"] == DEVICE_BLOCKS * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.asyncio
+async def test_an_end_token_ends_the_answer_and_is_not_a_part_of_it(model, monkeypatch, stream):
+    text = answer_without_cache(model, b"hello", 16)
+    end = next(n for n in range(1, 16) if text[n] not in text[:n])
+    monkeypatch.setattr(ByteModel, "end_tokens", {ord(text[end])})
+    async with serving(model) as served:
+        body = {"prompt": "hello", "max_tokens": 16, "stream": stream}
+        response = await served.client.post("/v1/completions", json=body)
+        found = events(response.text) if stream else [response.json()]
+        assert "".join(event["choices"][0]["text"] for event in found) == text[:end]
+        assert found[-1]["choices"][0]["finish_reason"] == "stop"
+        assert found[-1]["usage"]["completion_tokens"] == end + 1
+
+
+def test_text_of_a_character_of_several_tokens_comes_when_it_is_complete():
+    model = SimpleNamespace(decode=lambda tokens: bytes(tokens).decode(errors="replace"))
+    text = http_server.Text(model)
+    pieces = [text.add(token) for token in "aé€".encode()]
+    assert pieces == ["a", "", "é", "", "", "€"]
+    assert (text.add(0xC3), text.rest()) == ("", "\N{REPLACEMENT CHARACTER}")
+
+
+def test_text_keeps_the_spaces_that_a_tokenizer_drops_at_the_beginning():
+    words = ["Hello", " big", " world"]
+    model = SimpleNamespace(decode=lambda tokens: "".join(words[t] for t in tokens).lstrip())
+    text = http_server.Text(model)
+    assert [text.add(token) for token in range(3)] == words
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "message"),
+    [
+        ("POST", "/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "'gpt' does not exist"),
+        ("POST", "/v1/completions", {"prompt": "a", "n": 2}, 400, "2"),
+        ("POST", "/v1/chat/completions", {"messages": []}, 400, "length >= 1"),
+        ("POST", "/v1/chat/completions", {"prompt": "a"}, 400, "`messages`"),
+        ("GET", "/v1/completions", None, 405, "Method Not Allowed"),
+        ("POST", "/v1/embeddings", {}, 404, "Not Found"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_errors_have_the_form_of_openais_api(model, method, path, body, status, message):
+    async with serving(model) as served:
+        response = await served.client.request(method, path, json=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert message in error["message"]
+    assert error["code"] == ("model_not_found" if "gpt" in message else None)
+
+
+@pytest.mark.asyncio
+async def test_the_root_leads_to_the_live_page(model):
+    async with serving(model) as served:
+        response = await served.client.get("/", follow_redirects=True)
+        assert response.status_code == 200
+        assert response.url.path == "/aiokv/"
+        assert "<html" in response.text
+
+
 @asynccontextmanager
 async def all_blocks_held(engine):
     async with engine.match([9] * 10, owner="holder") as lease:
@@ -246,13 +354,13 @@ async def test_an_error_of_the_model_fails_the_requests_of_its_step_only(model, 
 @pytest.mark.asyncio
 async def test_failed_step_is_logged_once_and_each_client_gets_json(model, monkeypatch, caplog):
     errors = []
-    end = http_server.Server._end
 
-    def note(server, running, output):
-        errors.append(output)
-        end(server, running, output)
+    class Noted(http_server.StepError):
+        def __init__(self, message):
+            super().__init__(message)
+            errors.append(self)
 
-    monkeypatch.setattr(http_server.Server, "_end", note)
+    monkeypatch.setattr(http_server, "StepError", Noted)
     async with serving(model) as served:
         forward = NumpyTransformer.forward
 
@@ -278,12 +386,12 @@ async def test_failed_step_is_logged_once_and_each_client_gets_json(model, monke
         else:  # its status was sent with the first token
             problem = events(response.text)[-1]
         message = "the step failed; see the log of the server"
-        assert problem == {"error": {"message": message, "code": 500}}
+        error = {"message": message, "type": "server_error", "param": None, "code": None}
+        assert problem == {"error": error}
     (record,) = [record for record in caplog.records if record.exc_info]
     assert record.getMessage() == "a step of 6 requests failed"
     assert record.exc_info[0] is ArithmeticError
-    failures = [error for error in errors if error is not None]
-    assert len(failures) == len(set(map(id, failures))) == 6
+    assert len(errors) == len(set(map(id, errors))) == 6
 
 
 @pytest.mark.asyncio
@@ -334,7 +442,7 @@ async def test_a_client_that_leaves_after_a_failed_onload_fails_no_other_request
 
 @pytest.mark.asyncio
 async def test_a_client_that_does_not_read_gives_its_blocks_back(model, monkeypatch):
-    monkeypatch.setattr(disconnects, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "SEND_SECONDS", 0.05)
     async with serving(model) as served:
         app = served.app
         sent = []
@@ -360,7 +468,7 @@ async def test_a_client_that_does_not_read_gives_its_blocks_back(model, monkeypa
 
 @pytest.mark.asyncio
 async def test_a_body_that_is_too_large_gets_status_413(model, monkeypatch):
-    monkeypatch.setattr(disconnects, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 1000)
     async with serving(model) as served:
         response = await served.client.post("/v1/completions", content=b" " * 1001)
         assert response.status_code == 413
@@ -397,7 +505,7 @@ def test_sigterm_waits_for_the_answers_in_flight():
 
 def test_answers_that_outlast_the_grace_end_with_an_error():
     command = [sys.executable, "-m", "aiokv", "serve", "--port", "0", "--grace", "0"]
-    body = {"prompt": "hello", "max_tokens": 16_000}
+    body = {"prompt": "hello", "max_tokens": 15_000}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             address = address_of(process)
@@ -409,14 +517,14 @@ def test_answers_that_outlast_the_grace_end_with_an_error():
                 ) as response,
             ):
                 received = response.iter_text()
-                next(received)
+                text = next(received)
                 whole = thread.submit(httpx.post, url, json=body, timeout=PATIENCE_SECONDS)
                 while httpx.get(f"{address}/aiokv/dump").text.count("cmpl-") < 2:
                     assert not whole.done()
                 process.send_signal(signal.SIGTERM)
-                last = "".join(received).rstrip().rpartition("data: ")[2]
+                text += "".join(received)
                 assert whole.result().status_code == 503
-            assert json.loads(last)["error"]["message"] == "the server has shut down"
+            assert events(text)[-1]["error"]["message"] == "the server has shut down"
             assert "Traceback" not in process.stderr.read()
             assert process.wait(timeout=PROGRAM_SECONDS) == 0
         finally:
@@ -460,4 +568,4 @@ def test_serve_refuses_a_port_in_use(capsys):
 
 
 def test_the_file_to_copy_is_short():
-    assert len(Path(http_server.__file__).read_text().splitlines()) <= 270
+    assert len(Path(http_server.__file__).read_text().splitlines()) <= 600

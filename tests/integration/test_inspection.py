@@ -54,6 +54,10 @@ async def test_leases_are_listed_with_what_they_wait_for():
         assert all(lease.age_seconds >= 0 for lease in listed)
         assert [lease.owner for lease in served.engine.inspect.leases(2)] == ["large2", "large1"]
         assert served.engine.inspect.leases(0) == []
+        some = served.engine.inspect.leases(4, max_waiting=1)
+        assert [lease.owner for lease in some][:1] == ["large2"]
+        assert {lease.owner for lease in some[1:]} == {"swapping", "loading", hex(matched.id)}
+        assert served.engine.inspect.leases(1, max_waiting=9)[0].owner == "large2"
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -8,10 +8,12 @@ import re
 import shutil
 import signal
 import sys
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import uvicorn
 
@@ -29,11 +31,13 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright")
-CHROMIUM = shutil.which("chromium")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[2]
 LAPTOP = {"width": 1366, "height": 768}
-# Where `AIOKV_PICTURE=docs/live-page.png pytest tests/integration/test_live_page.py` writes a
-# picture of the page.
+PHONE = {"width": 390, "height": 844}
+LARGE = {"width": 2200, "height": 1300}
+# Where `AIOKV_PICTURE=docs/live-page.png pytest --timeout 900 tests/integration/test_live_page.py`
+# writes a picture of the page after ten minutes.
 PICTURE = os.environ.get("AIOKV_PICTURE", "")
 
 pytestmark = [
@@ -159,10 +163,10 @@ async def test_the_page_follows_the_running_demo(tmp_path: Path):
             await watched.becomes(
                 f"document.querySelector('.tile:nth-child({number})').innerText !== {text!r}"
             )
-        await watched.becomes("document.querySelector('#leases .state-granted') !== null")
+        await watched.becomes("document.querySelector('#running .state-granted') !== null")
         await watched.becomes("document.querySelectorAll('#prefixes .prefix').length > 1")
         assert await page.locator("#tiers .tier").count() == 2
-        assert await page.locator("#hits .hit").count() == 3
+        assert await page.locator("#hits .legend b").count() == 3
         assert await page.locator("#stores tr").count() == 1
         assert await watched.text("#stores .dot.closed >> nth=0") == "closed"
         await watched.becomes(
@@ -174,7 +178,8 @@ async def test_the_page_follows_the_running_demo(tmp_path: Path):
         width = await page.evaluate("document.scrollingElement.scrollWidth")
         assert width == LAPTOP["width"]
         if PICTURE:
-            await page.wait_for_timeout(45_000)  # until the lines and the timeline are full
+            await page.wait_for_timeout(600_000)  # until the charts are full
+            await watched.becomes("document.querySelectorAll('#waiting tr').length > 2")
             await page.screenshot(path=ROOT / PICTURE, full_page=True)
 
 
@@ -186,11 +191,11 @@ async def test_the_page_shows_leases_and_their_owners_as_text():
         large = served.engine.match(range(100, 114), owner=name)
         task = await begin(served, large.allocate(14))
         async with opened(url) as watched:
-            await watched.becomes("document.querySelectorAll('#leases tr').length === 2")
-            rows = await watched.page.locator("#leases tr").all_inner_texts()
-            assert rows[0].split("\t")[:3] == [name, "waiting", "capacity"]
-            assert rows[1].split("\t")[:3] == ["loading", "granted", "onload"]
-            assert "2, of which 1 wait in line" in await watched.text("#leases-note")
+            await watched.becomes("document.querySelectorAll('#leases tbody tr').length === 2")
+            rows = await watched.page.locator("#leases tbody tr").all_inner_texts()
+            assert rows[0].split("\t")[:2] == ["loading", "onload"]
+            assert rows[1].split("\t")[:2] == [name, "capacity"]
+            assert await watched.text("#running-note") == await watched.text("#waiting-note") == "1"
             assert "1 transfers" in await watched.text("#transfers-note")
             assert await watched.text("#prefixes .prefix .name") == "0\N{EN DASH}6 · 1 in use"
             assert not await watched.page.locator("#stores-card").is_visible()
@@ -204,7 +209,8 @@ async def test_the_page_shows_leases_and_their_owners_as_text():
             await served.settle()
             loading.release()
             large.release()
-            await watched.becomes("document.querySelector('#leases').innerText === 'no leases'")
+            await watched.becomes("document.querySelector('#running').innerText === 'no leases'")
+            assert not await watched.page.locator("#waiting-list").is_visible()
 
 
 async def test_the_page_names_failed_checks_and_unavailable_stores():
@@ -235,7 +241,7 @@ async def test_the_page_shows_several_engines_with_all_their_pools():
             lease = await other.match(TOKENS).allocate(7)
             await watched.page.click("#engines button >> nth=1")
             await watched.becomes("document.querySelectorAll('#tiers .tier').length === 4")
-            await watched.becomes("document.querySelectorAll('#leases tr').length === 1")
+            await watched.becomes("document.querySelectorAll('#running tr').length === 1")
             tiers = await watched.page.locator("#tiers .tier").all_inner_texts()
             assert [text.split()[0] for text in tiers] == ["device", "host", "state", "local"]
             assert "leased 1" in tiers[2]
@@ -315,3 +321,155 @@ async def test_a_page_without_its_server_says_so_and_recovers():
         await page.context.set_offline(False)
         await watched.becomes("document.querySelector('#ready').textContent === 'ready'")
         assert await page.locator("body.stale").count() == 0
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+
+# Elements that reach beyond the window or their card. What a box scrolls is not beyond it, and
+# neither is text that is cut with an ellipsis.
+BEYOND = """() => {
+    const found = [];
+    for (const card of document.querySelectorAll("header, .card, .tile")) {
+        const outer = card.getBoundingClientRect();
+        if (outer.left < 0 || outer.right > innerWidth) found.push(`window: ${card.id}`);
+        for (const each of card.querySelectorAll("*")) {
+            const box = each.getBoundingClientRect();
+            const inside = each.closest(".scroll td:first-child, .name, .bar, svg");
+            if (!box.width || (inside && inside !== each)) continue;
+            if (box.left < outer.left - 1 || box.right > outer.right + 1) {
+                found.push(`${card.id}: ${each.tagName} ${each.className} ${each.textContent}`);
+            }
+        }
+    }
+    for (const box of document.querySelectorAll(".scroll")) {
+        if (box.scrollWidth > box.clientWidth + 1) found.push(`scrolls: ${box.textContent}`);
+    }
+    return found;
+}"""
+# Pairs of panels that overlap.
+OVERLAPPING = """() => {
+    const boxes = [...document.querySelectorAll("header, .card, .tile")]
+        .map(each => [each.id, each.getBoundingClientRect()]).filter(([, box]) => box.width);
+    return boxes.flatMap(([a, p], i) => boxes.slice(i + 1)
+        .filter(([, q]) => p.left < q.right && q.left < p.right)
+        .filter(([, q]) => p.top < q.bottom && q.top < p.bottom)
+        .map(([b]) => [a, b]));
+}"""
+# Rows of a table that can be seen without scrolling its box, once the box is in the window.
+VISIBLE_ROWS = """id => {
+    const rows = [...document.querySelectorAll(`#${id} tr`)];
+    const box = rows[0].closest(".scroll");
+    box.scrollIntoView();
+    const area = box.getBoundingClientRect();
+    return rows.filter(row => {
+        const at = row.getBoundingClientRect();
+        const seen = document.elementFromPoint(at.left + 4, (at.top + at.bottom) / 2);
+        return at.bottom <= area.bottom + 1 && row.contains(seen);
+    }).length;
+}"""
+
+
+@asynccontextmanager
+async def loaded() -> AsyncIterator[Served]:
+    """An engine whose 12 running leases let 200 others wait."""
+    store = ScriptedStore()
+    async with Served(device_blocks=64, host_blocks=64, stores=[store], manual=False) as served:
+        match, count = served.engine.match, iter(range(10_000))
+        leases = [
+            match(
+                [next(count) for _ in range(10)], owner=f"chat-{i}/{i % 7}-of-a-long-conversation"
+            )
+            for i in range(212)
+        ]
+        tasks = [asyncio.ensure_future(lease.allocate(10)) for lease in leases]
+        await asyncio.gather(*tasks[:12])
+        for lease in leases[:12]:
+            lease.commit(10)
+        try:
+            yield served
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for lease in leases:
+                lease.release()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, LAPTOP, LARGE], ids=lambda size: f"{size['width']}px")
+async def test_the_page_fits_its_window_under_load(size, scheme, monkeypatch):
+    monkeypatch.setattr("aiokv.observe.asgi.PERIOD_SECONDS", 0.02)
+    async with (
+        loaded() as served,
+        served_page(served.engine) as url,
+        opened(url, viewport=size, color_scheme=scheme) as watched,
+    ):
+        page = watched.page
+        await watched.becomes("document.querySelectorAll('#running tr').length === 12")
+        await watched.becomes("document.querySelectorAll('#load polyline').length === 2")
+        assert await page.evaluate("document.scrollingElement.scrollWidth") == size["width"]
+        assert await page.evaluate(BEYOND) == []
+        assert await page.evaluate(OVERLAPPING) == []
+        assert await page.evaluate(VISIBLE_ROWS, "running") >= 8
+        assert await page.evaluate(VISIBLE_ROWS, "waiting") >= 8
+        assert await watched.text("#waiting-note") == "200; the first 48 are listed"
+        assert "64 · 12.0 KiB" in await watched.text("#tiers")
+        ink, ground = await page.evaluate(
+            "['color', 'backgroundColor'].map(name => getComputedStyle(document.body)[name])"
+        )
+        assert (brightness(ink) < brightness(ground)) == (scheme == "light")
+        assert abs(brightness(ink) - brightness(ground)) > 150
+        picture = await page.screenshot(full_page=True)
+        assert int.from_bytes(picture[16:20], "big") == size["width"]
+
+
+def brightness(color: str) -> float:
+    """Return the mean of the parts of a CSS color."""
+    parts = [int(part) for part in re.findall(r"\d+", color)[:3]]
+    return sum(parts) / 3
+
+
+async def test_panels_grow_with_the_window():
+    async with loaded() as served, served_page(served.engine) as url, opened(url) as watched:
+        await watched.becomes("document.querySelectorAll('#running tr').length === 12")
+        panels = {
+            "#leases": True, ".scroll:has(#running)": True, "#load": True, "#timeline": False,
+        }  # fmt: skip
+        boxes = {}
+        for size in (LAPTOP, LARGE):
+            await watched.page.set_viewport_size(size)
+            for panel in panels:
+                boxes[panel, size["width"]] = await watched.page.locator(panel).bounding_box()
+        for panel, grows_in_height in panels.items():
+            small, large = boxes[panel, LAPTOP["width"]], boxes[panel, LARGE["width"]]
+            assert large["width"] > 1.4 * small["width"], panel
+            assert not grows_in_height or large["height"] > 1.2 * small["height"], panel
+        bottom = await watched.page.evaluate("document.scrollingElement.scrollHeight")
+        assert bottom == LARGE["height"]  # the panels fill the window
+
+
+async def test_the_charts_show_the_time_before_the_page_was_opened(monkeypatch):
+    monkeypatch.setattr("aiokv.observe.asgi.PERIOD_SECONDS", 0.02)
+    async with Served(manual=False) as served, served_page(served.engine) as url:
+        await served.serve(TOKENS)
+        async with httpx.AsyncClient() as client:
+            while True:
+                answer = (await client.get(f"{url}live")).json()
+                rows = answer["engines"]["default"]["history"]["rows"]
+                if len(rows) > 2 and rows[-1][1] == len(TOKENS):
+                    break
+        await served.serve(TOKENS)
+        async with opened(url) as watched:
+            await watched.becomes("document.querySelector('#prompts polyline') !== null")
+            points = await watched.page.get_attribute("#prompts polyline", "points")
+            first = float(points.split(",")[0])
+            assert len(points.split()) > 3
+            assert first < 600 - (time.time() - rows[0][0]) + 1
+            # The pointer reads all charts at one time.
+            box = await watched.page.locator("#load .plot").bounding_box()
+            await watched.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 5)
+            for chart in ("hits", "prompts", "moved", "load"):
+                assert "5 min ago" in await watched.text(f"#{chart} .legend")
+            await watched.page.mouse.move(0, 0)
+            assert "ago" not in await watched.text("#hits .legend")

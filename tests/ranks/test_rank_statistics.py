@@ -62,6 +62,15 @@ async def test_the_manager_shows_queues_and_pollers_of_its_ranks(tmp_path):
 
 
 @pytest.mark.asyncio
+async def test_a_block_has_the_bytes_of_all_ranks(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        (size,) = ranked.engine.statistics().worker.block_sizes.values()
+        parts = [shard.worker.statistics().block_sizes["attention"] for shard in ranked.shards]
+        assert size.device == sum(part.device for part in parts) > 0
+        assert size.host == sum(part.host for part in parts) >= size.device
+
+
+@pytest.mark.asyncio
 async def test_leases_that_lost_their_blocks_with_a_rank_are_counted(tmp_path):
     async with Ranked(tmp_path) as ranked:
         lease = ranked.engine.match(A)

@@ -10,11 +10,16 @@ groups, which differ in the blocks that a hit of ``n`` blocks needs:
 
 vLLM frees the other blocks of windows and of states while the request runs. A table of
 :class:`BlockTables` keeps their ids, as the tables of vLLM's workers do.
+
+A model of windows or states only has side groups only. The engine finds prefixes by the blocks of
+its main group, so this group then has *numbers* in place of vLLM's blocks: ids behind those of
+vLLM's pool, of blocks without content.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -31,7 +36,7 @@ from aiokv.connectors.vllm import compat
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -42,6 +47,16 @@ NULL_BLOCK: Final = 0
 
 NO_BLOCK: Final = -1
 """The same in a table of the engine."""
+
+NUMBERS: Final = 1 << 18
+"""Numbers of blocks of a main group without content.
+
+They are used again in turn, in whatever request: leases may share ids. A load or save in flight
+whose number a request computes is given up.
+"""
+
+NUMBER_BYTES: Final = 16
+"""Bytes per block of a main group without content; the engine copies at least some bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +98,21 @@ class KVGroups:
     """The groups of a model.
 
     Attributes:
-        main: place of the main group among vLLM's groups.
+        main: place of the main group among vLLM's groups; None without full attention.
         sides: the other groups, in vLLM's order.
+        num_blocks: blocks of vLLM's pool.
         block_bytes: bytes per block of the main group on one rank.
         block_tokens: positions per block, the same in all groups.
         layers: names of the layers of all groups, in vLLM's order.
     """
 
-    main: int
+    main: int | None
     sides: tuple[SideGroup, ...]
+    num_blocks: int
     block_bytes: int
     block_tokens: int
     layers: tuple[tuple[str, ...], ...]
+    _count: Iterator[int] = field(default_factory=itertools.count, compare=False)
 
     @classmethod
     def of(cls, kv_cache_config: KVCacheConfig) -> Self:
@@ -105,14 +123,6 @@ class KVGroups:
         """
         groups = kv_cache_config.kv_cache_groups
         retentions = [_retention_of(group) for group in groups]
-        if "all" not in retentions:
-            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-            raise ConfigError(
-                f"the KV cache is of the kind {', '.join(kinds)}; AiokvConnector serves models "
-                "with at least one layer of full attention (MHA, GQA, MLA)",
-                hint="--disable-hybrid-kv-cache-manager keeps all blocks of sliding windows; "
-                "models with recurrent state only are not served",
-            )
         sizes = {int(group.kv_cache_spec.block_size) for group in groups}
         if len(sizes) > 1:
             raise ConfigError(
@@ -120,7 +130,7 @@ class KVGroups:
                 "groups with blocks of one size",
                 hint="serve this model without kv_transfer_config",
             )
-        main = retentions.index("all")
+        main = retentions.index("all") if "all" in retentions else None
         sides = tuple(
             _side_group(index, group, retention)
             for index, (group, retention) in enumerate(zip(groups, retentions, strict=True))
@@ -129,10 +139,23 @@ class KVGroups:
         return cls(
             main=main,
             sides=sides,
-            block_bytes=_block_bytes(groups[main]),
+            num_blocks=kv_cache_config.num_blocks,
+            block_bytes=NUMBER_BYTES if main is None else _block_bytes(groups[main]),
             block_tokens=sizes.pop(),
             layers=tuple(tuple(group.layer_names) for group in groups),
         )
+
+    @property
+    def main_blocks(self) -> int:
+        """Number of ids of the main group."""
+        return self.num_blocks + (NUMBERS if self.main is None else 0)
+
+    def main_table(self, block_ids: Sequence[Sequence[int]]) -> list[int]:
+        """Return the ids of the main group for vLLM's new blocks of a request in all groups."""
+        if self.main is not None:
+            return list(block_ids[self.main])
+        numbers = itertools.islice(self._count, len(block_ids[0]))
+        return [self.num_blocks + number % NUMBERS for number in numbers]
 
     @property
     def states(self) -> tuple[tuple[int, SideGroup], ...]:
@@ -153,7 +176,8 @@ class KVGroups:
             step_tokens: most positions that one step computes.
         """
         blocks = -(-num_tokens // self.block_tokens)
-        return blocks + sum(
+        main = 0 if self.main is None else blocks
+        return main + sum(
             min(blocks, side.most_blocks(step_tokens, self.block_tokens)) for side in self.sides
         )
 
@@ -175,30 +199,33 @@ class BlockTables:
 
     Attributes:
         main: blocks of the main group.
+        is_numbered: True if the main group has no blocks of vLLM.
         sides: blocks of the side groups; NULL_BLOCK for none.
         states: by index of a block: the blocks with the recurrent state behind its last position,
             by the index of their group in vLLM.
     """
 
     main: list[int] = field(default_factory=list)
+    is_numbered: bool = False
     sides: list[list[int]] = field(default_factory=list)
     states: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def set(self, groups: KVGroups, block_ids: Sequence[Sequence[int]]) -> None:
         """Replace all tables."""
-        self.main = list(block_ids[groups.main])
+        self.main = groups.main_table(block_ids)
+        self.is_numbered = groups.main is None
         self.sides = [list(block_ids[side.index]) for side in groups.sides]
         self.states.clear()
 
     def extend(self, groups: KVGroups, block_ids: Sequence[Sequence[int]]) -> None:
         """Append new blocks to all tables."""
-        self.main += block_ids[groups.main]
+        self.main += groups.main_table(block_ids)
         for table, side in zip(self.sides, groups.sides, strict=True):
             table += block_ids[side.index]
 
     def ids(self, first: int = 0, end: int | None = None) -> list[int]:
-        """Return the blocks of all groups from index ``first`` to before ``end``."""
-        ids = self.main[first:end]
+        """Return vLLM's blocks of all groups from index ``first`` to before ``end``."""
+        ids = [] if self.is_numbered else self.main[first:end]
         for table in self.sides:
             ids += [block for block in table[first:end] if block != NULL_BLOCK]
         return ids

@@ -38,6 +38,12 @@ HOST_SHARES: Final[dict[Retention, float]] = {"all": 1.0, "window": 1.0, "last":
 A state is saved where a step ends, at most once per block, and most often once per prompt.
 """
 
+NUMBERS_SHARE: Final = 4.0
+"""Blocks of a main group without content per block of a window in host memory.
+
+A hit needs the blocks of one window, so host memory can know longer prefixes than it has blocks.
+"""
+
 
 def open_cache(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
@@ -95,10 +101,11 @@ def cache_config(
             hint="set host_gib or cpu_bytes_to_use to less, and leave some memory for vLLM",
         )
     with_stores = bool(options.stores)
+    main_share = NUMBERS_SHARE if groups.main is None else 1.0
     block_bytes = sum(
         pitch_bytes(one_block, with_stores=with_stores) * share
         for one_block, share in (
-            (groups.block_bytes, 1.0),
+            (groups.block_bytes, main_share),
             *((side.block_bytes, HOST_SHARES[side.retention]) for side in groups.sides),
         )
     )
@@ -111,9 +118,9 @@ def cache_config(
         )
     return CacheConfig(
         external_device=True,
-        device_blocks=kv_cache_config.num_blocks,
+        device_blocks=groups.main_blocks,
         block_tokens=groups.block_tokens,
-        host_blocks=host_blocks,
+        host_blocks=int(host_blocks * main_share),
         windows={
             side.name: WindowGroup(
                 retention=side.retention,

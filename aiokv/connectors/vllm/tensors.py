@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from aiokv.connectors.vllm.groups import NUMBER_BYTES
 from aiokv.errors import ConfigError
 from aiokv.layout.regions import Regions
 
@@ -58,7 +59,7 @@ class LayerTensors:
         group_of = {name: i for i, layers in enumerate(groups.layers) for name in layers}
         first_of: dict[tuple[int, int], str] = {}  # by group and address
         for name in names:
-            group = group_of.get(name, groups.main)
+            group = group_of.get(name, groups.main or 0)
             owner = first_of.setdefault((group, tensors[name].data_ptr()), name)
             self.layer_of[name] = (
                 self.layer_of[owner] if owner in self.layer_of else len(first_of) - 1
@@ -69,6 +70,11 @@ class LayerTensors:
                 key = group, groups.layout_prefix(group) + layout
                 layouts.setdefault(key, []).append((self.layer_of[name], rows))
         self.regions = Regions(num_layers=len(first_of))
+        self.device = str(tensors[names[0]].device) if names else "cpu"
+        if groups.main is None:
+            shape = groups.main_blocks, NUMBER_BYTES
+            numbers = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            self.regions.add("numbers", layers=[numbers], layer_indices=[0])
         sides = {side.index: side.name for side in groups.sides}
         for (group, layout), pieces in layouts.items():
             layers, indices = [rows for _, rows in pieces], [layer for layer, _ in pieces]
@@ -76,7 +82,6 @@ class LayerTensors:
                 self.regions.add(layout, layers=layers, layer_indices=indices)
             else:
                 self.regions.add_window(sides[group], layout, layers=layers, layer_indices=indices)
-        self.device = str(tensors[names[0]].device) if names else "cpu"
 
 
 def first_tensor(tensor: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:

@@ -3,11 +3,12 @@
 
 const PERIOD_MS = 1000;
 const SPAN_SECONDS = 30;      // of the timeline
-const HISTORY = 120;          // samples, for the lines of hit rates
+const HISTORY_SECONDS = 600;  // of the charts; the server samples each second
+const GAP_SECONDS = 5;        // a longer time without a sample interrupts a line
 const RATE_SECONDS = 10;      // over which rates are averaged
 
 const byId = id => document.getElementById(id);
-const state = { name: "", after: -1, histories: new Map(), timer: 0, busy: false, hits: [] };
+const state = { name: "", after: -1, histories: new Map(), timer: 0, busy: false, hits: [], ago: null, data: null };
 
 // ---- numbers -----------------------------------------------------------------------------------
 
@@ -68,28 +69,33 @@ function bar(parts, total) {
   return made;
 }
 
+// A row of [class name, content, title] cells. Narrow windows show the head of its column in each.
+function row(id, cells) {
+  const heads = byId(id).closest("table").tHead.rows[0].cells;
+  return element("tr", "", ...cells.map(([name, content, title], place) => {
+    const cell = element("td", name, content);
+    cell.dataset.head = heads[place].textContent;
+    if (title) cell.title = title;
+    return cell;
+  }));
+}
+
 // ---- history and rates -------------------------------------------------------------------------
 
-const COUNTERS = ["prompt_tokens", "hit_device_tokens", "hit_host_tokens", "hit_store_tokens", "grants"];
-
 function remember(name, engine, time) {
+  const { columns, rows } = engine.history;
+  const fresh = rows.map(row => Object.fromEntries(columns.map((column, i) => [column, row[i]])));
   let history = state.histories.get(name);
-  const sample = { time, bytes: 0 };
-  for (const counter of COUNTERS) sample[counter] = engine.statistics[counter];
-  for (const routes of Object.values(engine.statistics.worker.groups)) {
-    for (const route of Object.values(routes)) sample.bytes += route.moved_bytes;
-  }
-  const last = history && history.samples[history.samples.length - 1];
-  if (!history || sample.prompt_tokens < last.prompt_tokens) {
-    history = { samples: [], lines: { device: [], host: [], store: [] }, transfers: new Map() };
+  const last = history?.samples.at(-1);
+  if (!history || (last && fresh.some(sample => sample.prompt_tokens < last.prompt_tokens))) {
+    history = { samples: [], transfers: new Map() };  // of another engine, as after a restart
     state.histories.set(name, history);
   }
-  history.samples.push(sample);
-  if (history.samples.length > HISTORY) history.samples.shift();
-  const shares = hitShares(history);
-  for (const tier of Object.keys(history.lines)) {
-    history.lines[tier].push(shares[tier]);
-    if (history.lines[tier].length > HISTORY) history.lines[tier].shift();
+  const known = history.samples.at(-1)?.time_seconds ?? 0;
+  // Times may differ by some microseconds between two answers.
+  history.samples.push(...fresh.filter(sample => sample.time_seconds > known + 0.01));
+  while (history.samples.length && history.samples[0].time_seconds < time - HISTORY_SECONDS - RATE_SECONDS) {
+    history.samples.shift();
   }
   for (const transfer of engine.transfers) history.transfers.set(transfer.transfer_id, transfer);
   for (const [id, transfer] of history.transfers) {
@@ -98,27 +104,27 @@ function remember(name, engine, time) {
       : transfer.ended_seconds < time - SPAN_SECONDS - 1;
     if (isOver) history.transfers.delete(id);
   }
+  history.points = pointsOf(history.samples);
   return history;
 }
 
-// The newest sample, and the one of RATE_SECONDS ago.
-function ends(history) {
-  const { samples } = history;
-  const newest = samples[samples.length - 1];
-  const first = samples.find(sample => sample.time >= newest.time - RATE_SECONDS - 0.5);
-  return [first, newest];
-}
-
-function perSecond(history, counter) {
-  const [first, newest] = ends(history);
-  const elapsed = newest.time - first.time;
-  return elapsed > 0 ? (newest[counter] - first[counter]) / elapsed : null;
+// The figures of the charts at each sample. Rates are those of the RATE_SECONDS before it.
+function pointsOf(samples) {
+  let first = 0;
+  return samples.map(sample => {
+    while (samples[first].time_seconds < sample.time_seconds - RATE_SECONDS - 0.5) first++;
+    const elapsed = sample.time_seconds - samples[first].time_seconds;
+    const gained = column => sample[column] - samples[first][column];
+    const rate = column => elapsed > 0 ? gained(column) / elapsed : null;
+    return {
+      time: sample.time_seconds, ...hitShares(gained), tokens: rate("prompt_tokens"),
+      moved: rate("moved_bytes"), running: sample.leases - sample.waiting, waiting: sample.waiting,
+    };
+  });
 }
 
 // hit_store_tokens is a part of the hits of device and host: fetched blocks arrive in host memory.
-function hitShares(history) {
-  const [first, newest] = ends(history);
-  const gained = counter => newest[counter] - first[counter];
+function hitShares(gained) {
   const prompt = gained("prompt_tokens");
   if (!prompt) return { device: null, host: null, store: null, all: null };
   const store = gained("hit_store_tokens"), host = gained("hit_host_tokens");
@@ -135,12 +141,13 @@ function hitShares(history) {
 
 function drawTiles(engine, history) {
   const s = engine.statistics;
-  const tokens = perSecond(history, "prompt_tokens"), moved = perSecond(history, "bytes");
+  const { all, tokens, moved } = history.points.at(-1) ?? { all: null, tokens: null, moved: null };
+  const sinceStart = s.prompt_tokens ? (s.hit_device_tokens + s.hit_host_tokens) / s.prompt_tokens : null;
   const tiles = [
-    [percent(hitShares(history).all), `hit rate; ${percent(s.prompt_tokens ? (s.hit_device_tokens + s.hit_host_tokens) / s.prompt_tokens : null)} since start`],
+    [percent(all), `hit rate; ${percent(sinceStart)} since start`],
     [tokens === null ? "–" : short(tokens), "prompt tokens/s"],
     [number(s.leases), `leases; ${number(s.grants)} grants`],
-    [number(engine.waiting.length), "waiting leases"],
+    [number(waiting(s)), "waiting leases"],
     [moved === null ? "–" : `${bytes(moved)}/s`, "moved between tiers"],
     [seconds(s.poller.latency_p50_seconds), `wake-up p50; p99 ${seconds(s.poller.latency_p99_seconds)}`],
   ];
@@ -148,17 +155,27 @@ function drawTiles(engine, history) {
     element("div", "tile", element("b", "", value), element("span", "", label))));
 }
 
-function tier(name, total, parts, note) {
+const waiting = s => s.waiting + s.waiting_for_quota + s.waiting_for_store + s.waiting_for_pending;
+
+// Blocks, and their bytes if the size of a block is known.
+const sized = (blocks, size) => size > 0 && blocks ? `${number(blocks)} · ${bytes(blocks * size)}` : number(blocks);
+
+function tier(name, pool, size, cached, notes) {
+  const parts = [[cached.color, pool.cached, cached.name], ["leased", pool.leased, "leased"],
+    ["flight", pool.in_flight, "in flight"], ["free", pool.free, "free"]];
   const legend = element("div", "legend");
   for (const [className, amount, label] of parts) {
-    legend.append(element("i", className), `${label} ${number(amount)}`);
+    if (amount || label === cached.name || label === "free") {
+      legend.append(element("span", "", element("i", className), `${label} ${sized(amount, size)}`));
+    }
   }
-  if (note) legend.append(` · ${note}`);
-  const titled = parts.map(([className, amount, label]) => [className, amount, `${label}: ${number(amount)} blocks`]);
-  return element("div", "tier", element("span", "", name), bar(titled, total), legend);
+  legend.append(...notes.map(note => element("span", "", note)));
+  const titled = parts.map(([className, amount, label]) => [className, amount, `${label}: ${sized(amount, size)}`]);
+  const total = element("small", "", sized(pool.blocks, size));
+  return element("div", "tier", element("span", "", `${name} `, total), bar(titled, pool.blocks), legend);
 }
 
-const NOTES = { attention: "", state: "slots of recurrent state" };
+const NOTES = { attention: [], state: ["slots of recurrent state"] };
 
 function drawTiers(engine) {
   const s = engine.statistics, asleep = engine.health.asleep;
@@ -168,47 +185,111 @@ function drawTiers(engine) {
       const pool = pools[place];
       if (!pool.blocks && (group !== "attention" || place === "host")) continue;
       const evicted = Object.values(pool.evicted_by_cause).reduce((sum, count) => sum + count, 0);
-      const notes = [NOTES[group] ?? "sliding window",
+      const notes = [...NOTES[group] ?? ["sliding window"],
         asleep.includes(place) ? "asleep" : `${number(evicted)} evicted since start`];
       const name = group === "attention" ? place : place === "host" ? `${group}, host` : group;
-      tiers.push(tier(name, pool.blocks, [
-        [`cached-${place}`, pool.cached, group === "state" ? "snapshots" : "cached"],
-        ["leased", pool.leased, "leased"], ["flight", pool.in_flight, "in flight"],
-        ["free", pool.free, "free"],
-      ].filter(([className, amount]) => amount || !["leased", "flight"].includes(className)),
-      notes.filter(Boolean).join(" · ")));
+      const cached = { color: `cached-${place}`, name: group === "state" ? "snapshots" : "cached" };
+      tiers.push(tier(name, pool, s.worker.block_sizes[group]?.[place], cached, notes));
     }
   }
   replace("tiers", tiers);
   byId("tiers-note").textContent = `blocks of ${engine.config.block_tokens} tokens; ${number(s.nodes)} blocks in the index`;
 }
 
+// ---- charts of ten minutes ---------------------------------------------------------------------
+
+const CHARTS = [
+  { id: "hits", format: percent, most: 1, isStacked: true, series: [["device", "device"], ["host", "host"], ["store", "store"]] },
+  { id: "prompts", format: value => value === null ? "–" : short(value), series: [["tokens", "device", "tokens/s"]] },
+  { id: "moved", format: value => value === null ? "–" : `${bytes(value)}/s`, base: 2, series: [["moved", "host", "bytes"]] },
+  { id: "load", format: number, series: [["running", "device"], ["waiting", "warn"]] },
+];
+
 const SVG = "http://www.w3.org/2000/svg";
 
-function line(values, color) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `0 0 ${HISTORY - 1} 100`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  const ground = document.createElementNS(SVG, "line");
-  for (const [name, value] of [["x1", 0], ["x2", HISTORY - 1], ["y1", 99], ["y2", 99]]) ground.setAttribute(name, value);
-  const shift = HISTORY - values.length;
-  const points = values.map((value, i) => value === null ? "" : `${i + shift},${98 - 96 * value}`);
-  const path = document.createElementNS(SVG, "polyline");
-  path.setAttribute("points", points.join(" "));
-  path.style.stroke = `var(--${color})`;
-  svg.append(ground, path);
-  return svg;
+function shape(tag, attributes, color) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (color) made.style.setProperty("--color", `var(--${color})`);
+  return made;
 }
 
-function drawHits(engine, history) {
-  const shown = ["device"];
-  if (engine.statistics.groups.attention.host.blocks) shown.push("host");
-  if (engine.statistics.stores.length) shown.push("store");
-  replace("hits", shown.map(name => {
-    const values = history.lines[name];
-    return element("div", "hit", element("span", "", name), line(values, name),
-      element("b", "", percent(values[values.length - 1])));
-  }));
+// The elements of a chart, made once; returns those that change.
+function chartOf(id) {
+  const card = byId(id);
+  if (!card.querySelector(".plot")) {
+    const svg = shape("svg", { viewBox: `0 0 ${HISTORY_SECONDS} 100`, preserveAspectRatio: "none" });
+    const plot = element("div", "plot", svg, element("span", "most"), element("i", "cursor"));
+    const axis = element("div", "axis", ...["−10 min", "−5 min", "now"].map(text => element("span", "", text)));
+    card.append(element("div", "legend"), plot, axis);
+    plot.addEventListener("pointermove", event => {
+      const box = plot.getBoundingClientRect();
+      pointAt(HISTORY_SECONDS * (1 - (event.clientX - box.left) / box.width));
+    });
+    plot.addEventListener("pointerleave", () => pointAt(null));
+  }
+  return Object.fromEntries([".legend", "svg", ".most", ".cursor"].map(name =>
+    [name.replace(".", ""), card.querySelector(`.chart > ${name}, .plot > ${name}`)]));
+}
+
+// All charts show the figures of the same time.
+function pointAt(ago) {
+  state.ago = ago;
+  const engine = state.data?.engines[state.name];
+  if (engine) drawCharts(engine, state.histories.get(state.name), state.data.time_seconds);
+}
+
+// The first of 1, 2, 5, 10, ... (or of the powers of two) that is not below a value.
+function roundedUp(value, base) {
+  const least = Math.max(value, 1);
+  if (base === 2) return 2 ** Math.ceil(Math.log2(least));
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * [1, 2, 5, 10].find(step => step * power >= least);
+}
+
+function drawCharts(engine, history, time) {
+  const points = history.points.filter(point => point.time > time - HISTORY_SECONDS);
+  const shown = new Set(CHARTS.flatMap(chart => chart.series.map(([key]) => key)));
+  if (!engine.statistics.groups.attention.host.blocks) shown.delete("host");
+  if (!engine.statistics.stores.length) shown.delete("store");
+  const at = state.ago === null ? points.at(-1) : points.findLast(point => point.time <= time - state.ago);
+  for (const { id, format, most, base, isStacked, series } of CHARTS) {
+    const chart = chartOf(id), keys = series.filter(([key]) => shown.has(key));
+    const largest = Math.max(0, ...points.flatMap(point => keys.map(([key]) => point[key] ?? 0)));
+    const top = most ?? roundedUp(largest, base);
+    const y = value => 99 - 97 * value / top;
+    const grounds = points.map(() => 0);
+    const shapes = keys.map(([key, color]) => {
+      const areas = [], lines = [];
+      let run = [];
+      const end = () => {
+        if (!run.length) return;
+        const upper = run.map(([x, ground, value]) => `${x},${y(ground + value)}`);
+        const lower = run.map(([x, ground]) => `${x},${y(ground)}`).reverse();
+        areas.push(shape("polygon", { points: [...upper, ...lower].join(" ") }, color));
+        lines.push(shape("polyline", { points: upper.join(" ") }, color));
+        run = [];
+      };
+      points.forEach((point, i) => {
+        const isGap = point[key] === null || (i && point.time - points[i - 1].time > GAP_SECONDS);
+        if (isGap) end();
+        if (point[key] === null) return;
+        run.push([(HISTORY_SECONDS - time + point.time).toFixed(2), grounds[i], point[key]]);
+        if (isStacked) grounds[i] += point[key];
+      });
+      end();
+      return [...areas, ...lines];
+    }).reverse().flat();  // the first series is drawn last
+    chart.svg.replaceChildren(shape("line", { x1: 0, x2: HISTORY_SECONDS, y1: 99.5, y2: 99.5 }), ...shapes);
+    chart.most.textContent = format(top);
+    chart.cursor.hidden = state.ago === null;
+    if (state.ago !== null) chart.cursor.style.left = `${100 * (1 - state.ago / HISTORY_SECONDS)}%`;
+    chart.legend.replaceChildren(...keys.map(([key, color, label]) => {
+      const mark = element("i");
+      mark.style.background = `var(--${color})`;
+      return element("span", "", mark, `${label ?? key} `, element("b", "", at ? format(at[key]) : "–"));
+    }), ...(state.ago === null ? [] : [element("span", "", `${seconds(Math.max(state.ago, 1))} ago`)]));
+  }
 }
 
 const FAMILY = route => /fetch|save/.test(route) ? "--store" : /offload/.test(route) ? "--host"
@@ -223,7 +304,7 @@ const inOrder = (a, b) => (ROUTES.indexOf(a) + 1 || 99) - (ROUTES.indexOf(b) + 1
 function drawTimeline(history, time) {
   const canvas = byId("timeline"), transfers = [...history.transfers.values()];
   const routes = [...new Set(transfers.map(directionOf))].sort(inOrder);
-  const rowHeight = 20, left = 92, bottom = 18;
+  const rowHeight = 20, bottom = 18;
   const width = canvas.clientWidth, height = Math.max(routes.length, 1) * rowHeight + bottom;
   const scale = window.devicePixelRatio || 1;
   canvas.width = width * scale;
@@ -234,9 +315,11 @@ function drawTimeline(history, time) {
   const draw = canvas.getContext("2d");
   draw.scale(scale, scale);
   draw.font = "12px system-ui, sans-serif";
+  const left = 12 + Math.max(50, ...routes.map(route => draw.measureText(route).width));
+  const step = width - left < 600 ? 10 : 5;
   const x = at => left + (width - left) * (1 - (time - at) / SPAN_SECONDS);
   draw.textBaseline = "middle";
-  for (let ago = SPAN_SECONDS; ago >= 0; ago -= 5) {
+  for (let ago = SPAN_SECONDS; ago >= 0; ago -= step) {
     draw.fillStyle = color("--line");
     draw.fillRect(Math.min(x(time - ago), width - 1), 0, 1, height - bottom);
     draw.fillStyle = color("--soft");
@@ -285,31 +368,37 @@ function showTip(event) {
     + `${number(t.blocks)} blocks, ${bytes(t.num_bytes)}\n`
     + `queued ${seconds(begin - t.queued_seconds)}, moved ${seconds(t.ended_seconds - begin)}`
     + (t.reason ? `\n${t.reason}` : "");
-  tip.style.left = `${Math.min(event.clientX + 12, window.innerWidth - 260)}px`;
+  tip.style.left = `${Math.max(Math.min(event.clientX + 12, window.innerWidth - 260), 4)}px`;
   tip.style.top = `${event.clientY + 14}px`;
 }
 
+function leaseRow(id, lease, state, more, size) {
+  const positions = Math.max(lease.num_tokens, lease.prompt_tokens);
+  const cached = Math.min(lease.cached_tokens, positions);
+  const own = Math.max(lease.computed_tokens - cached, 0);
+  const progress = bar([
+    ["cached-device", cached, `cached: ${number(cached)} tokens`],
+    ["leased", own, `computed: ${number(own)} tokens`],
+  ], positions);
+  return row(id, [
+    ["owner", lease.owner, lease.owner], state, ["num prompt", number(lease.prompt_tokens)],
+    ["progress", progress], ...more, ["num age", seconds(lease.age_seconds)],
+  ]);
+}
+
 function drawLeases(engine) {
-  replace("leases", engine.leases.map(lease => {
-    const positions = Math.max(lease.num_tokens, lease.prompt_tokens);
-    const cached = Math.min(lease.cached_tokens, positions);
-    const own = Math.max(lease.computed_tokens - cached, 0);
-    const progress = bar([
-      ["cached-device", cached, `cached: ${number(cached)} tokens`],
-      ["leased", own, `computed: ${number(own)} tokens`],
-    ], positions);
-    const cells = [
-      ["", lease.owner], [`state-${lease.state}`, lease.state], ["waits", lease.waits_for],
-      ["num", number(lease.prompt_tokens)], ["", progress], ["num", number(lease.blocks)],
-      ["num", seconds(lease.age_seconds)],
-    ];
-    const row = element("tr", "", ...cells.map(([name, content]) => element("td", name, content)));
-    row.firstChild.title = lease.owner;
-    return row;
-  }), "no leases");
-  const total = engine.statistics.leases, listed = engine.leases.length;
-  byId("leases-note").textContent = `${number(total)}, of which ${number(engine.waiting.length)} wait in line`
-    + (listed < total ? `; ${number(listed)} listed: the waiting ones, then the oldest` : "");
+  const inLine = new Set(engine.waiting.map(lease => lease.lease_id));
+  const running = engine.leases.filter(lease => !inLine.has(lease.lease_id));
+  const size = engine.statistics.worker.block_sizes.attention?.device;
+  replace("running", running.map(lease => leaseRow("running", lease,
+    lease.waits_for ? ["state waits", lease.waits_for] : [`state state-${lease.state}`, lease.state],
+    [["num blocks", number(lease.blocks), sized(lease.blocks, size)]])), "no leases");
+  replace("waiting", engine.waiting.map(lease => leaseRow("waiting", lease, ["state waits", lease.waits_for], [])), "");
+  byId("waiting-list").hidden = !engine.waiting.length;
+  const waits = waiting(engine.statistics), others = engine.statistics.leases - waits;
+  const listed = (some, all) => some < all ? `; the first ${number(some)} are listed` : "";
+  byId("running-note").textContent = number(others) + (running.length < others ? `; the oldest ${number(running.length)} are listed` : "");
+  byId("waiting-note").textContent = number(waits) + listed(engine.waiting.length, waits);
 }
 
 function drawPrefixes(engine) {
@@ -350,6 +439,9 @@ function drawPrefixes(engine) {
     + (engine.prefixes_complete ? "" : "; partial search");
 }
 
+const sizeOf = ({ used_bytes: used, capacity_bytes: capacity }) =>
+  used < 0 ? "–" : capacity < 0 ? bytes(used) : `${bytes(used)} of ${bytes(capacity)}`;
+
 function drawStores(engine) {
   const card = byId("stores-card"), { stores } = engine.statistics;
   card.hidden = !stores.length;
@@ -362,11 +454,11 @@ function drawStores(engine) {
       ["num", store.lookup_keys ? percent(store.found_keys / store.lookup_keys) : "–"],
       ["num", `${number(store.loaded_blocks)} · ${bytes(store.loaded_bytes)}`],
       ["num", `${number(store.saved_blocks)} · ${bytes(store.saved_bytes)}`],
-      ["num", number(failures)], ["num", seconds(store.lookup_seconds)],
+      ["num", sizeOf(store.store)], ["num", number(failures)], ["num", seconds(store.lookup_seconds)],
       ["num", store.load_bytes_per_second ? `${bytes(store.load_bytes_per_second)}/s` : seconds(store.load_seconds)],
       ["num", store.save_bytes_per_second ? `${bytes(store.save_bytes_per_second)}/s` : seconds(store.save_seconds)],
     ];
-    return element("tr", "", ...cells.map(([cls, text]) => element("td", cls, text)));
+    return row("stores", cells);
   }));
   const open = stores.filter(store => store.reading !== "closed" && store.reading !== "off").length;
   byId("stores-note").textContent = "dots: state of the breaker" + (open ? `; ${open} unavailable` : "");
@@ -384,7 +476,7 @@ function drawPeers(engine) {
       ["num", number(sent.tickets)], ["num", `${number(sent.fragments)} · ${bytes(sent.sent_bytes)}`],
       ["num", number(sent.retries)], ["num", number(sent.waits)], ["num", number(own.connections)],
     ];
-    return element("tr", "", ...cells.map(([cls, text]) => element("td", cls, text)));
+    return row("peers", cells);
   }));
   byId("peers-note").textContent = `received ${number(peers.received_tokens)} of ${number(peers.wanted_tokens)} `
     + `tokens; delivered ${number(peers.delivered_tokens)}`;
@@ -412,6 +504,7 @@ function drawHeader(data) {
 
 function draw(data) {
   document.body.classList.remove("stale");
+  state.data = data;
   const engine = drawHeader(data);
   let shown = null;
   for (const [name, each] of Object.entries(data.engines)) {
@@ -421,7 +514,7 @@ function draw(data) {
   if (!engine) return;
   drawTiles(engine, shown);
   drawTiers(engine);
-  drawHits(engine, shown);
+  drawCharts(engine, shown, data.time_seconds);
   drawTimeline(shown, data.time_seconds);
   drawLeases(engine);
   drawPrefixes(engine);
@@ -432,6 +525,7 @@ function draw(data) {
 // ---- the loop ----------------------------------------------------------------------------------
 
 function showLost(reason) {
+  state.after = -1;  // the next server may have another clock
   document.body.classList.add("stale");
   const pill = byId("ready");
   pill.textContent = reason;
@@ -466,6 +560,7 @@ function run() {
 }
 
 document.addEventListener("visibilitychange", run);
-byId("timeline").addEventListener("mousemove", showTip);
-byId("timeline").addEventListener("mouseleave", () => { byId("tip").hidden = true; });
+byId("timeline").addEventListener("pointermove", showTip);
+byId("timeline").addEventListener("pointerdown", showTip);
+byId("timeline").addEventListener("pointerleave", () => { byId("tip").hidden = true; });
 run();

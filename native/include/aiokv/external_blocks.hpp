@@ -107,7 +107,7 @@ class ExternalBlocks {
     [[noreturn]] static void refuse_always(const char* call, const char* hint);
     void check_ids(const Lease& lease, std::span<const BlockId> ids,
                    std::span<const BlockId> group_ids);
-    void check_id(const Lease& lease, BlockId id);
+    void check_id(const Lease& lease, BlockId id, std::uint32_t device_blocks);
     void check_computed(const Lease& lease, std::size_t blocks, std::int64_t computed_tokens) const;
     void check_hit(const Lease& lease, std::size_t blocks, std::size_t first) const;
     void check_target(const Lease& lease, BlockId id) const;

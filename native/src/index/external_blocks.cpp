@@ -89,10 +89,10 @@ void ExternalBlocks::refuse_always(const char* call, const char* hint) {
         .hint(hint);
 }
 
-void ExternalBlocks::check_id(const Lease& lease, BlockId id) {
-    if (id < 0 || static_cast<std::uint32_t>(id) >= config_.device_blocks) {
+void ExternalBlocks::check_id(const Lease& lease, BlockId id, std::uint32_t device_blocks) {
+    if (id < 0 || static_cast<std::uint32_t>(id) >= device_blocks) {
         throw UsageError("assign: block id " + std::to_string(id) +
-                         " is out of range; the device has " + str(config_.device_blocks) +
+                         " is out of range; the device has " + str(device_blocks) +
                          " blocks, from 0 on")
             .of(lease.id())
             .field("device_blocks");
@@ -119,7 +119,11 @@ void ExternalBlocks::check_ids(const Lease& lease, std::span<const BlockId> ids,
             .of(lease.id())
             .field("windows");
     }
-    for_each_id(ids, group_ids, 0, ids.size(), [&](BlockId id) { check_id(lease, id); });
+    for (const BlockId id : ids) check_id(lease, id, config_.device_blocks);
+    for (std::size_t i = 0; i < group_ids.size(); ++i) {
+        if (group_ids[i] == kNoBlock) continue;
+        check_id(lease, group_ids[i], config_.windows[i / ids.size()].device_blocks);
+    }
     const auto known = std::find_if(lease.table.begin(), lease.table.end(), [this](BlockId id) {
         return seen_[static_cast<std::size_t>(id)] == check_;
     });

@@ -97,7 +97,7 @@ def tensors_of(names: Sequence[str], spec: KVCacheSpec, num_blocks: int) -> list
 
 
 def spec_of(kind: str, spec: AttentionSpec) -> KVCacheSpec:
-    """Return the description of a layer of a kind of SIDES, whose pages are those of ``spec``."""
+    """Return the description of a layer of a kind of KINDS, whose pages are those of ``spec``."""
     if kind == "full":
         return spec
     if kind == "window":
@@ -121,16 +121,16 @@ def kv_cache_config(
     num_blocks: int,
     spec: AttentionSpec | None = None,
     names: Sequence[str] = LAYER_NAMES,
-    sides: Sequence[str] = (),
+    kinds: Sequence[str] = ("full",),
 ) -> KVCacheConfig:
     """Return the configuration of vLLM for the tensors of a runner.
 
     Args:
         layout: name of LAYOUTS.
         num_blocks: device blocks.
-        spec: description of the layers of the first group; None for that of the layout.
-        names: names of these layers.
-        sides: kinds of the other groups, of SIDES.
+        spec: description of a layer of full attention; None for that of the layout.
+        names: names of the layers of the first group.
+        kinds: kinds of the groups, of KINDS.
     """
     if spec is None and layout == "latent":
         spec = MLAAttentionSpec(
@@ -140,8 +140,9 @@ def kv_cache_config(
         spec = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.int32
         )
-    groups = [(list(names), spec)]
-    groups += [(layer_names(i), spec_of(kind, spec)) for i, kind in enumerate(sides, 1)]
+    groups = [
+        (layer_names(i) if i else list(names), spec_of(kind, spec)) for i, kind in enumerate(kinds)
+    ]
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
@@ -167,7 +168,7 @@ def vllm_config(
     num_drafts: int = 0,
     draft_method: str = "ngram",
     kv_events: bool = False,
-    sides: Sequence[str] = (),
+    kinds: Sequence[str] = ("full",),
 ) -> VllmConfig:
     """Return the configuration of a server.
 
@@ -184,7 +185,7 @@ def vllm_config(
         num_drafts: drafts per step.
         draft_method: ``"ngram"``, or ``"eagle"`` for a draft model with KV.
         kv_events: whether vLLM publishes KV events.
-        sides: kinds of the groups besides full attention, of SIDES.
+        kinds: kinds of the groups, of KINDS.
     """
     model = model_config()
     parallel = ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages)
@@ -219,7 +220,7 @@ def vllm_config(
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=async_scheduling,
-            disable_hybrid_kv_cache_manager=not sides,
+            disable_hybrid_kv_cache_manager=kinds == ("full",),
         ),
         speculative_config=drafts,
         kv_transfer_config=transfer,
@@ -228,7 +229,7 @@ def vllm_config(
         else None,
     )
     config.cache_config.num_gpu_blocks = num_blocks
-    if "state" in sides:
+    if "state" in kinds:
         config.cache_config.mamba_cache_mode = "align"
         config.cache_config.mamba_block_size = BLOCK_TOKENS
     if drafts is not None:

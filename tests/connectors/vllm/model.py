@@ -3,8 +3,8 @@
 The KV of a position is computed from the KV of the position before it, read from the cache. So a
 wrong block changes all that follows, and the next token.
 
-The layers form groups. The first one is of full attention, and each other one is of a kind of
-SIDES: the next token depends on all positions, on those of the last window, or on a state only.
+The layers form groups, each of a kind of KINDS: the next token depends on all positions, on those
+of the last window, or on a state only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LAYERS: Final = 2
 VOCABULARY: Final = 50
 WINDOW: Final = 10  # positions, the present one included
-SIDES: Final = ("full", "window", "state")
+KINDS: Final = ("full", "window", "state")
 _MASK: Final = (1 << 30) - 1
 
 
@@ -56,7 +56,7 @@ def kv_of(tokens: Sequence[int], adapter: int, group: int = 0) -> NDArray[np.int
 
 
 def generate(
-    prompt: Sequence[int], adapter: int, num_tokens: int, sides: Sequence[str] = ()
+    prompt: Sequence[int], adapter: int, num_tokens: int, kinds: Sequence[str] = ("full",)
 ) -> list[int]:
     """Return the tokens that the model generates without a cache."""
     tokens = list(prompt)
@@ -65,7 +65,7 @@ def generate(
             next_token(
                 [
                     kv_of(tokens, adapter, group)[:, first_seen(kind, len(tokens)) :]
-                    for group, kind in enumerate(("full", *sides))
+                    for group, kind in enumerate(kinds)
                 ]
             )
         )

@@ -27,7 +27,7 @@ LAYER_NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)
 
 
 def layer_names(group: int) -> list[str]:
-    """Return the names of the layers of a group; 0 is the one of full attention."""
+    """Return the names of the layers of a group."""
     if group == 0:
         return list(LAYER_NAMES)
     return [f"model.layers.{group * LAYERS + layer}.mixer" for layer in range(LAYERS)]
@@ -152,7 +152,7 @@ class Runner:
         layout: name of LAYOUTS.
         rng: chooses the drafts.
         num_drafts: drafts per step for speculative decoding.
-        sides: kinds of the groups besides full attention; their layers share its tensors.
+        kinds: kinds of the groups, whose layers share tensors.
     """
 
     def __init__(
@@ -163,10 +163,10 @@ class Runner:
         block_tokens: int,
         rng: random.Random,
         num_drafts: int = 0,
-        sides: Sequence[str] = (),
+        kinds: Sequence[str] = ("full",),
     ) -> None:
         self.rank = rank
-        self._kinds = ("full", *sides)
+        self._kinds = tuple(kinds)
         self.caches = [LayerCache(layout, num_blocks, block_tokens) for _ in range(LAYERS)]
         self._states = {
             group: [StateCache(cache, num_blocks, block_tokens) for cache in self.caches]
@@ -334,7 +334,7 @@ class Runner:
         """Return drafts, of which some are right."""
         from tests.connectors.vllm.model import generate
 
-        right = generate(request.tokens, request.adapter, self._num_drafts, self._kinds[1:])
+        right = generate(request.tokens, request.adapter, self._num_drafts, self._kinds)
         return [
             token if self._rng.random() < 0.6 else self._rng.randrange(VOCABULARY)
             for token in right

@@ -45,7 +45,7 @@ class Server:
         layout: name of LAYOUTS.
         rng: chooses drafts.
         num_drafts: drafts per step.
-        sides: kinds of the groups besides full attention, as in ``config``.
+        kinds: kinds of the groups, as in ``config``.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class Server:
         rng: random.Random,
         layout: str = "flash",
         num_drafts: int = 0,
-        sides: Sequence[str] = (),
+        kinds: Sequence[str] = ("full",),
     ) -> None:
         init_none_hash(sha256)
         num_blocks = config.cache_config.num_gpu_blocks
         self.config = config
         ranks = range(config.parallel_config.world_size)
         self.runners = [
-            Runner(rank, layout, num_blocks, BLOCK_TOKENS, rng, num_drafts, sides) for rank in ranks
+            Runner(rank, layout, num_blocks, BLOCK_TOKENS, rng, num_drafts, kinds) for rank in ranks
         ]
         if config.parallel_config.pipeline_parallel_size > 1:
             make_stages(self.runners)
         cache_configs = [
-            kv_cache_config(layout, num_blocks, names=runner.main_layers, sides=sides)
+            kv_cache_config(layout, num_blocks, names=runner.main_layers, kinds=kinds)
             for runner in self.runners
         ]
         cache_config = cache_configs[0]  # as vLLM gives its scheduler

@@ -58,42 +58,108 @@ MODES: dict[str, dict[str, Any]] = {
     "two stages": {"num_stages": 2},
     "two stages, async scheduling": {"num_stages": 2, "async_scheduling": True},
     "two ranks, layerwise": {"num_ranks": 2, "load": "layerwise"},
-    "windows": {"sides": ("window", "window")},
-    "windows, async scheduling": {"sides": ("window",), "async_scheduling": True},
-    "windows, drafts": {"sides": ("window",), "num_drafts": 3},
-    "windows, layerwise": {"sides": ("window",), "load": "layerwise"},
-    "windows, slow": {"sides": ("window",), "slow": True, "fail_share": 0.0},
+    "windows": {"kinds": ("full", "window", "window")},
+    "windows, async scheduling": {
+        "kinds": (
+            "full",
+            "window",
+        ),
+        "async_scheduling": True,
+    },
+    "windows, drafts": {
+        "kinds": (
+            "full",
+            "window",
+        ),
+        "num_drafts": 3,
+    },
+    "windows, layerwise": {
+        "kinds": (
+            "full",
+            "window",
+        ),
+        "load": "layerwise",
+    },
+    "windows, slow": {
+        "kinds": (
+            "full",
+            "window",
+        ),
+        "slow": True,
+        "fail_share": 0.0,
+    },
     "windows, slow, async scheduling": {
-        "sides": ("window",),
+        "kinds": (
+            "full",
+            "window",
+        ),
         "slow": True,
         "fail_share": 0.0,
         "async_scheduling": True,
     },
-    "windows, two ranks": {"sides": ("window",), "num_ranks": 2},
-    "windows, no prefix cache": {"sides": ("window",), "prefix_caching": False},
-    "full and windows": {"sides": ("full", "window")},
+    "windows, two ranks": {
+        "kinds": (
+            "full",
+            "window",
+        ),
+        "num_ranks": 2,
+    },
+    "windows, no prefix cache": {
+        "kinds": (
+            "full",
+            "window",
+        ),
+        "prefix_caching": False,
+    },
+    "windows only": {"kinds": ("window",)},
+    "windows only, async scheduling": {"kinds": ("window",), "async_scheduling": True},
+    "windows only, slow": {"kinds": ("window",), "slow": True, "fail_share": 0.0},
+    "windows only, small host": {"kinds": ("window",), "host_blocks": 30},
+    "windows only, sockets": {"kinds": ("window",), "in_process": False},
+    "full and windows": {"kinds": ("full", "full", "window")},
 }
 STATE_MODES: dict[str, dict[str, Any]] = {
-    "state": {"sides": ("state", "state")},
-    "state, async scheduling": {"sides": ("state",), "async_scheduling": True},
-    "state, slow": {"sides": ("state",), "slow": True, "fail_share": 0.0},
+    "state": {"kinds": ("full", "state", "state")},
+    "state, async scheduling": {
+        "kinds": (
+            "full",
+            "state",
+        ),
+        "async_scheduling": True,
+    },
+    "state, slow": {
+        "kinds": (
+            "full",
+            "state",
+        ),
+        "slow": True,
+        "fail_share": 0.0,
+    },
     "state, slow, async scheduling": {
-        "sides": ("state",),
+        "kinds": (
+            "full",
+            "state",
+        ),
         "slow": True,
         "fail_share": 0.0,
         "async_scheduling": True,
     },
-    "all groups": {"sides": ("full", "window", "state")},
-    "all groups, small host": {"sides": ("full", "window", "state"), "host_blocks": 30},
+    "state only": {"kinds": ("state",)},
+    "all groups": {"kinds": ("full", "full", "window", "state")},
+    "all groups, small host": {"kinds": ("full", "full", "window", "state"), "host_blocks": 30},
 }
 if compat.CAN_LOAD_STATES:
     MODES |= STATE_MODES
 if compat.CAN_FAIL_REQUESTS:
     MODES |= {
-        "all groups, flaky": {"sides": ("full", "window", "state"), "flaky": True},
-        "all groups, slow": {"sides": ("full", "window", "state"), "slow": True},
+        "all groups, flaky": {"kinds": ("full", "full", "window", "state"), "flaky": True},
+        "windows only, flaky": {"kinds": ("window",), "flaky": True},
+        "all groups, slow": {"kinds": ("full", "full", "window", "state"), "slow": True},
         "windows, flaky, failed requests": {
-            "sides": ("window",),
+            "kinds": (
+                "full",
+                "window",
+            ),
             "flaky": True,
             "failure_policy": "fail",
         },
@@ -119,9 +185,9 @@ class Walk:
         extra: dict[str, Any] = {key: options.pop(key) for key in EXTRA if key in options}
         host_blocks = options.pop("host_blocks", 400)
         extra["follow_resets"] = seed % 2 == 0
-        self.sides = options.get("sides", ())
+        self.kinds = options.get("kinds", ("full",))
         num_ranks = options.get("num_ranks", 1) * options.get("num_stages", 1)
-        extra["cpu_bytes_to_use"] = host_blocks * 256 * (1 + len(self.sides)) * num_ranks
+        extra["cpu_bytes_to_use"] = host_blocks * 256 * len(self.kinds) * num_ranks
         self.chaos: ChaosDevice | None = None
         if options.pop("flaky", False):
             flaky = FlakyDevice(random.Random(seed), refuse_share=0.05, fail_share=0.2)
@@ -153,14 +219,14 @@ class Walk:
                 lambda load, *args: moved(load) and wait_all(load, *args),
             )
         num_blocks = self.rng.choice([32, 40, 64])
-        num_blocks += sum({"full": 32, "window": 12, "state": 4}[kind] for kind in self.sides)
+        num_blocks += sum({"full": 32, "window": 12, "state": 4}[kind] for kind in self.kinds[1:])
         config = vllm_config(extra=extra, num_blocks=num_blocks, **options)
         self.server = Server(
             config,
             self.rng,
-            self.rng.choice(SHARED_LAYOUTS if self.sides else LAYOUTS),
+            self.rng.choice(SHARED_LAYOUTS if self.kinds != ("full",) else LAYOUTS),
             num_drafts=options.get("num_drafts", 0),
-            sides=self.sides,
+            kinds=self.kinds,
         )
         self.num_step_waits = 0  # waits of loads for a step that writes to their blocks
         monkeypatch.setattr(HostCache, "wait_computed", self._compute_in_flight)
@@ -238,7 +304,7 @@ class Walk:
         count = self.rng.randint(1, 30)
         name = f"r{len(self.requests)}"
         self.requests[name] = self.server.add(name, tokens, count, salt=salt, adapter=adapter)
-        self.expected[name] = generate(tokens, adapter, count, self.sides)
+        self.expected[name] = generate(tokens, adapter, count, self.kinds)
         self.sessions = [*self.sessions[-20:], (tokens + self.expected[name], salt, adapter)]
 
     def _tokens(self, most: int) -> list[int]:

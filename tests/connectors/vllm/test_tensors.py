@@ -44,7 +44,12 @@ def test_rows_of_a_block_are_its_bytes_in_each_layout(order: str) -> None:
 def test_layers_of_each_layout_are_regions(order: str) -> None:
     views = {f"model.layers.{i}.attn": view for i, view in enumerate(layers_of(order))}
     groups = KVGroups(
-        main=0, sides=(), block_bytes=LAYERS * PAGE, block_tokens=16, layers=(tuple(views),)
+        main=0,
+        sides=(),
+        num_blocks=BLOCKS,
+        block_bytes=LAYERS * PAGE,
+        block_tokens=16,
+        layers=(tuple(views),),
     )
     layers = LayerTensors(views, dict.fromkeys(views, PAGE), BLOCKS, groups)
     assert list(layers.layer_of.values()) == [0, 1, 2]

@@ -1,11 +1,10 @@
-"""The scheduler loop of the guide to decoding, under a load that needs more blocks than exist."""
+"""The loop of steps of the HTTP server, under a load that needs more blocks than exist."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 
 import aiokv
+from aiokv.demo import http_server
 from aiokv.testing import ScriptedDevice
-from tests.docs.run_page import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -24,17 +23,25 @@ pytestmark = [
     pytest.mark.filterwarnings("error::aiokv.errors.UncoveredCommitWarning"),
 ]
 
-PAGE = Path(__file__).parents[2] / "docs/guide/decoding.md"
-LAYERS, BLOCK_TOKENS, DEVICE_BLOCKS = 2, 4, 96
+LAYERS, BLOCK_TOKENS, DEVICE_BLOCKS, MAX_RUNNING = 2, 4, 96, 16
 
 
-def names_of_the_page() -> dict[str, Any]:
-    """Return what the last two blocks of the page define, without running its example."""
-    names: dict[str, Any] = {"__name__": "page"}
-    scheduler, example = [b.text for b in blocks_of(PAGE) if b.language == "python"][-2:]
-    for source in (scheduler, example.split("async def main")[0]):
-        exec(compile(source, PAGE, "exec", dont_inherit=True), names)
-    return names
+class SummingModel:
+    """A model whose next token depends on the KV of all positions."""
+
+    def __init__(self) -> None:
+        self.kv = [np.zeros((DEVICE_BLOCKS, BLOCK_TOKENS), np.int64) for _ in range(LAYERS)]
+
+    def step(self, rows: list[http_server.Row], layers: aiokv.LayerView) -> list[int]:
+        sums = [0] * len(rows)
+        for layer, kv in enumerate(self.kv):
+            layers.host_wait(layer)
+            for row, (tokens, first, table) in enumerate(rows):
+                positions = np.arange(first, len(tokens))
+                kv[table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS] = tokens[first:]
+                seen = kv[table].ravel()[: len(tokens)]
+                sums[row] += int(seen @ np.arange(1, len(tokens) + 1)) * (layer + 1)
+        return [total % 1000 for total in sums]
 
 
 def answer_without_cache(prompt: Sequence[int], max_tokens: int) -> list[int]:
@@ -62,18 +69,19 @@ def requests(count: int, seed: int = 1) -> list[tuple[list[int], int]]:
 async def serving(
     monkeypatch: pytest.MonkeyPatch, *, host_blocks: int = 256, device: ScriptedDevice | None = None
 ) -> AsyncIterator[Any]:
-    names = names_of_the_page()
-    kv = names["kv"] = [np.zeros((DEVICE_BLOCKS, BLOCK_TOKENS), np.int64) for _ in range(LAYERS)]
+    monkeypatch.setattr(http_server, "MAX_RUNNING", MAX_RUNNING)
+    monkeypatch.setattr(http_server, "PROMPT_CHUNK", 32)
+    model = SummingModel()
     regions = aiokv.Regions(num_layers=LAYERS)
-    regions.add("kv", layers=kv)
+    regions.add("kv", layers=model.kv)
     config = aiokv.CacheConfig(
         block_tokens=BLOCK_TOKENS,
         device_blocks=DEVICE_BLOCKS,
         host_blocks=host_blocks,
-        reserve_blocks=names["MAX_RUNNING"],
+        reserve_blocks=MAX_RUNNING,
         strict=True,
     )
-    served = SimpleNamespace(names=names, swaps=0, drops=0)
+    served = SimpleNamespace(step=model.step, swaps=0, drops=0)
     preempt = aiokv.Lease.preempt
 
     async def count(lease: aiokv.Lease, *, swap: bool = False) -> None:
@@ -84,12 +92,17 @@ async def serving(
     monkeypatch.setattr(aiokv.Lease, "preempt", count)
     async with aiokv.CacheEngine(config, regions, device) as engine:
         served.engine = engine
-        served.scheduler = names["Scheduler"](engine, lambda *args: names["model"](*args))
-        steps = asyncio.create_task(served.scheduler.run())
+        scheduler = http_server.Scheduler(engine, lambda *args: served.step(*args))
+
+        async def complete(prompt: list[int], max_tokens: int) -> list[int]:
+            async with scheduler.admit(prompt, max_tokens) as request:
+                return [token async for token in scheduler.tokens(request)]
+
+        served.complete = complete
+        steps = asyncio.create_task(scheduler.run())
         yield served
         steps.cancel()
         await asyncio.wait([steps])
-        assert served.scheduler.running == []
         assert engine.statistics().leases == 0
         assert engine.check_invariants() == []
 
@@ -99,7 +112,7 @@ async def serving(
 async def test_answers_under_load_are_those_without_a_cache(monkeypatch, host_blocks):
     load = requests(120)
     async with serving(monkeypatch, host_blocks=host_blocks) as served:
-        answers = await asyncio.gather(*(served.scheduler.complete(*asked) for asked in load))
+        answers = await asyncio.gather(*(served.complete(*asked) for asked in load))
         assert answers == [answer_without_cache(*asked) for asked in load]
         assert 0 < served.swaps <= 60  # with a reserve of one block more than 100
         assert (served.drops > 0) == (host_blocks == 8)
@@ -109,9 +122,9 @@ async def test_answers_under_load_are_those_without_a_cache(monkeypatch, host_bl
 async def test_clients_that_leave_change_no_other_answer(monkeypatch):
     load, rng = requests(90, seed=2), random.Random(2)
     async with serving(monkeypatch) as served:
-        tasks = [asyncio.create_task(served.scheduler.complete(*asked)) for asked in load]
+        tasks = [asyncio.create_task(served.complete(*asked)) for asked in load]
         leaving = {number for number in range(len(tasks)) if number % 3 == 0}
-        model, waiting = served.names["model"], list(leaving)
+        model, waiting = served.step, list(leaving)
 
         def compute(*args):
             if waiting and rng.random() < 0.5:  # in the thread, in the middle of a step
@@ -119,7 +132,7 @@ async def test_clients_that_leave_change_no_other_answer(monkeypatch):
                 task.get_loop().call_soon_threadsafe(task.cancel)
             return model(*args)
 
-        served.names["model"] = compute
+        served.step = compute
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert served.swaps
     left = [number for number, answer in enumerate(answers) if isinstance(answer, BaseException)]
@@ -135,14 +148,14 @@ async def test_failed_onloads_are_computed_again(monkeypatch):
     for copy in range(0, 400, 3):
         device.fail("onload", copy=copy, layer=copy % LAYERS)
     async with serving(monkeypatch, device=device) as served:
-        answers = await asyncio.gather(*(served.scheduler.complete(*asked) for asked in load))
+        answers = await asyncio.gather(*(served.complete(*asked) for asked in load))
         assert answers == [answer_without_cache(*asked) for asked in load]
         assert any(end.failed for end in device.ends)
 
 
 async def test_failed_step_fails_its_requests_each_with_an_error_of_its_own(monkeypatch, caplog):
     async with serving(monkeypatch) as served:
-        model, failing = served.names["model"], []
+        model, failing = served.step, []
 
         def compute(rows, layers):
             if len(rows) == 6 and not failing:
@@ -150,18 +163,12 @@ async def test_failed_step_fails_its_requests_each_with_an_error_of_its_own(monk
                 raise ArithmeticError("a failure of the model")
             return model(rows, layers)
 
-        served.names["model"] = compute
+        served.step = compute
         load = requests(8, seed=4)
         answers = await asyncio.gather(
-            *(served.scheduler.complete(*asked) for asked in load), return_exceptions=True
+            *(served.complete(*asked) for asked in load), return_exceptions=True
         )
     failed = [answer for answer in answers if isinstance(answer, BaseException)]
     assert len(failed) == len(set(map(id, failed))) == 6
-    assert [type(error) for error in failed] == [RuntimeError] * 6
+    assert [type(error) for error in failed] == [http_server.StepError] * 6
     assert [r.getMessage() for r in caplog.records if r.exc_info] == ["a step of 6 requests failed"]
-
-
-async def test_request_that_does_not_fit_is_refused_at_once(monkeypatch):
-    async with serving(monkeypatch) as served:
-        with pytest.raises(ValueError, match="the request has 321 tokens, more than fit"):
-            await served.scheduler.complete([1] * 300, 21)
