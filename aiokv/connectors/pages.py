@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from aiokv.stores.use import StoreUse
 
 T = TypeVar("T")
-Page: TypeAlias = "Sequence[NDArray[np.uint8]]"  # views of the parts of a page, in their order
 
 _open: weakref.WeakSet[PageStore] = weakref.WeakSet()
 
@@ -52,18 +51,30 @@ threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]
 
 
 class PageGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one size.
+    """Pages of one shape, each in one object of the stores or divided into several.
+
+    A page consists of parts, which need not be adjacent. Each part has the shape ``[rows, objects,
+    bytes]``; the objects of a page contain ``part[:, 0]``, ``part[:, 1]`` and so on of all parts.
 
     Attributes:
         fingerprint: 32 bytes; pages of other fingerprints are not found.
-        page_bytes: size of each page.
+        part_bytes: size of each part of a page, in their order.
+        objects: number of objects per page.
+        rows: number of rows of each part.
         share: part of the staging memory, and of the limits of the stores, above 0; the shares of
             all groups add up to 1.
     """
 
     fingerprint: bytes
-    page_bytes: int
+    part_bytes: tuple[int, ...]
+    objects: int = 1
+    rows: int = 1
     share: float = 1.0
+
+    @property
+    def object_bytes(self) -> int:
+        """Size of each object."""
+        return sum(self.part_bytes) // self.objects
 
 
 class PageStore:
@@ -109,73 +120,76 @@ class PageStore:
         """Return how many leading pages of ``"attention"`` the stores have; 0 if they are late.
 
         Args:
-            digests: 32 bytes per page.
+            digests: 32 bytes per object.
         """
         answer = self._call(self._stores.lookup(digests), None)
-        return 0 if answer is None else answer.blocks
+        return 0 if answer is None else answer.blocks // self._groups[ATTENTION].objects
 
     def find(self, digests: bytes, group: str = ATTENTION) -> NDArray[np.bool_]:
         """Return which pages of a group the stores have, ``[pages]``; none if they are late.
 
         Args:
-            digests: 32 bytes per page.
+            digests: 32 bytes per object.
             group: name of the group.
         """
+        objects = self._groups[group].objects
         found = self._call(self._stores.find(group, digests), None)
         if found is None:
-            return np.zeros(len(digests) // KEY_BYTES, np.bool_)
-        return np.isfinite(found.seconds)
+            return np.zeros(len(digests) // KEY_BYTES // objects, np.bool_)
+        missing = ~np.isfinite(found.seconds).reshape(-1, objects)
+        return np.logical_not(missing.any(axis=1))
 
-    def load(self, digests: bytes, pages: Sequence[Page], group: str = ATTENTION) -> int:
+    def load(self, digests: bytes, addresses: NDArray[np.int64], group: str = ATTENTION) -> int:
         """Load pages of a group; return how many leading ones were loaded and verified.
 
         The memory of the other pages has not changed.
 
         Args:
-            digests: 32 bytes per page.
-            pages: where the bytes of each page go.
+            digests: 32 bytes per object.
+            addresses: where the parts of each page go, ``[pages, parts]``. They are not checked.
             group: name of the group.
 
         Raises:
-            UsageError: a page has not ``page_bytes``. Nothing was loaded.
+            UsageError: the digests or the addresses are those of another number of pages or parts.
+                Nothing was loaded.
         """
         staged = self._groups[group]
-        staged.check(digests, pages)
+        staged.check(digests, addresses)
         with staged.loading.lock:
-            for part in staged.loading.parts(len(pages)):
-                some = digests[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-                loaded = self._call(self._fetch(staged.loading, some), 0)
-                for block, page in enumerate(pages[part.start : part.start + loaded]):
-                    staged.loading.copy_out(block, page)
-                if loaded < len(part):
-                    return part.start + loaded
-        return len(pages)
+            for pages, some in staged.batches(digests, addresses):
+                loaded = self._call(self._fetch(staged.loading, some), 0) // staged.objects
+                staged.loading.copy(addresses[pages.start : pages.start + loaded])
+                if loaded < len(pages):
+                    return pages.start + loaded
+        return len(addresses)
 
-    def save(self, digests: bytes, pages: Sequence[Page], group: str = ATTENTION) -> list[bool]:
-        """Save pages of a group; return for each one whether at least one store has it.
+    def save(
+        self, digests: bytes, addresses: NDArray[np.int64], group: str = ATTENTION
+    ) -> list[bool]:
+        """Save pages of a group; return for each one whether the stores have all its objects.
 
         Args:
-            digests: 32 bytes per page.
-            pages: where the bytes of each page are.
+            digests: 32 bytes per object.
+            addresses: where the parts of each page are, ``[pages, parts]``. They are not checked.
             group: name of the group.
 
         Raises:
-            UsageError: a page has not ``page_bytes``. Nothing was saved.
+            UsageError: the digests or the addresses are those of another number of pages or parts.
+                Nothing was saved.
         """
         staged = self._groups[group]
-        staged.check(digests, pages)
-        results = np.full(len(pages), Result.FAILED, np.uint8)
+        staged.check(digests, addresses)
+        saved: list[bool] = []
         with staged.saving.lock:
-            for part in staged.saving.parts(len(pages)):
+            for pages, some in staged.batches(digests, addresses):
                 if not self._call(self._is_free(staged.saving), False):
                     break  # a store that has missed its deadline reads the staging blocks
-                for block, page in enumerate(pages[part.start : part.stop]):
-                    staged.saving.copy_in(block, page)
-                some = digests[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-                failed = bytes([Result.FAILED]) * len(part)
-                saved = self._call(self._save(staged.saving, some), failed)
-                results[part.start : part.stop] = np.frombuffer(saved, np.uint8)
-        return [bool(done) for done in results == Result.DONE]
+                staged.saving.copy(addresses[pages.start : pages.stop])
+                failed = bytes([Result.FAILED]) * len(pages) * staged.objects
+                results = self._call(self._save(staged.saving, some), failed)
+                done = np.frombuffer(results, np.uint8) == Result.DONE
+                saved += done.reshape(-1, staged.objects).all(axis=1).tolist()
+        return saved + [False] * (len(addresses) - len(saved))
 
     def statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store, in order; an empty list after ``close``."""
@@ -235,12 +249,11 @@ class PageStore:
     async def _fetch(self, staging: _Staging, digests: bytes) -> int:
         if staging.accesses.in_flight:
             return 0  # a store that has missed its deadline writes to the staging blocks
-        plan = staging.plan(FETCH, digests)
-        return (await self._stores.fetch(plan, staging.accesses)).blocks
+        fetched = await self._stores.fetch(staging.plan(digests), staging.accesses)
+        return fetched.blocks
 
     async def _save(self, staging: _Staging, digests: bytes) -> bytes:
-        plan = staging.plan(SAVE, digests)
-        return (await self._stores.save(plan, staging.accesses)).results
+        return (await self._stores.save(staging.plan(digests), staging.accesses)).results
 
 
 class _StagedGroup:
@@ -249,40 +262,51 @@ class _StagedGroup:
     Attributes:
         arena: owner of the memory.
         memory: the same memory, as stores see it.
+        objects: number of objects per page.
         loading: blocks for loads.
         saving: blocks for saves.
     """
 
     def __init__(self, name: str, group: PageGroup, staging_bytes: int) -> None:
-        self._page_bytes = group.page_bytes
-        pitch = pitch_bytes(group.page_bytes, with_stores=True)
-        num_blocks = max(1, staging_bytes // pitch)
+        pitch = pitch_bytes(group.object_bytes, with_stores=True)
+        self.objects = group.objects
+        self._num_parts = len(group.part_bytes)
+        self._num_pages = max(1, staging_bytes // (pitch * group.objects))
+        num_blocks = self._num_pages * group.objects
         self.arena = HostArena(num_blocks=2 * num_blocks, pitch_bytes=pitch)
         self.memory = StoreMemory(
             address=self.arena.pointer,
             num_blocks=2 * num_blocks,
             pitch_bytes=pitch,
-            payload_bytes=group.page_bytes,
+            payload_bytes=group.object_bytes,
             view=self.arena.blocks.reshape(-1).data,
             group=name,
             quota_share=group.share,
         )
-        self.loading = _Staging(name, self.arena.blocks, range(num_blocks))
-        self.saving = _Staging(name, self.arena.blocks, range(num_blocks, 2 * num_blocks))
+        self.loading = _Staging(name, group, FETCH, self.memory, range(num_blocks))
+        self.saving = _Staging(name, group, SAVE, self.memory, range(num_blocks, 2 * num_blocks))
 
-    def check(self, digests: bytes, pages: Sequence[Page]) -> None:
-        """Raise ``UsageError`` unless there is a digest per page, and each page has its size."""
-        if len(digests) != KEY_BYTES * len(pages):
+    def check(self, digests: bytes, addresses: NDArray[np.int64]) -> None:
+        """Raise ``UsageError`` unless each object has a digest, and each part has an address."""
+        if addresses.ndim != 2 or addresses.shape[1] != self._num_parts:
+            raise UsageError(
+                f"addresses has the shape {addresses.shape}; it must have the shape "
+                f"[pages, {self._num_parts}]"
+            )
+        if len(digests) != KEY_BYTES * self.objects * len(addresses):
             raise UsageError(
                 f"digests has {len(digests)} bytes; it must have {KEY_BYTES} for each of the "
-                f"{len(pages)} pages"
+                f"{self.objects * len(addresses)} objects"
             )
-        for i, page in enumerate(pages):
-            if (num_bytes := sum(part.size for part in page)) != self._page_bytes:
-                raise UsageError(
-                    f"page {i} has {num_bytes} bytes; it must have {self._page_bytes}, as the host "
-                    "pool"
-                )
+
+    def batches(
+        self, digests: bytes, addresses: NDArray[np.int64]
+    ) -> Iterator[tuple[range, bytes]]:
+        """Yield the numbers of the pages that are staged together, and their digests."""
+        step = KEY_BYTES * self.objects
+        for begin in range(0, len(addresses), self._num_pages):
+            end = min(begin + self._num_pages, len(addresses))
+            yield range(begin, end), digests[begin * step : end * step]
 
 
 class _Staging:
@@ -293,42 +317,61 @@ class _Staging:
         accesses: operations of stores that access the blocks.
     """
 
-    def __init__(self, group: str, arena: NDArray[np.uint8], blocks: range) -> None:
-        self._group = group
-        self._blocks = arena[blocks.start : blocks.stop]
+    def __init__(
+        self, name: str, group: PageGroup, route: Route, memory: StoreMemory, blocks: range
+    ) -> None:
+        self._group = name
+        self._route = route
         self._ids = np.arange(blocks.start, blocks.stop, dtype=np.int32)
+        self._address = memory.address + blocks.start * memory.pitch_bytes
+        self._page_stride = group.objects * memory.pitch_bytes
+        self._part_bytes = np.array(group.part_bytes)
+        # The objects contain the parts in their order, one behind the other.
+        self._offsets = (np.cumsum(self._part_bytes) - self._part_bytes) // group.objects
+        self._repacks = {
+            size: self._repack(group, size, memory.pitch_bytes) for size in set(group.part_bytes)
+        }
         self.lock = threading.Lock()
         self.accesses = Accesses()
 
-    def parts(self, num_pages: int) -> Iterator[range]:
-        """Yield the numbers of the pages that find room at a time."""
-        step = len(self._ids)
-        return (range(i, min(i + step, num_pages)) for i in range(0, num_pages, step))
+    def _repack(self, group: PageGroup, part_bytes: int, pitch: int) -> _native.Repack:
+        """Return the copy of a part between a page and the staging blocks of its objects."""
+        run = part_bytes // group.rows // group.objects
+        lengths = (group.objects, group.rows)
+        strides = [(run, run * group.objects), (pitch, run)]  # in the page, in the blocks
+        sizes = [part_bytes, (group.objects - 1) * pitch + part_bytes // group.objects]
+        if self._route == FETCH:
+            strides.reverse()
+            sizes.reverse()
+        axes = list(zip(lengths, *strides, strict=True))
+        no_rows = (1, 1, 0, 0)
+        return _native.Repack(
+            [(run, axes, 0, no_rows, no_rows, [(0, 0)])], [],
+            source_bytes=sizes[0], target_bytes=sizes[1],
+        )  # fmt: skip
 
-    def plan(self, route: Route, digests: bytes) -> TransferPlan:
+    def plan(self, digests: bytes) -> TransferPlan:
         """Return the plan of a load to the first blocks, or of a save from them."""
         blocks = id_bytes(self._ids[: len(digests) // KEY_BYTES])
         return TransferPlan(
-            transfer_id=0, route=route, group=self._group, source_blocks=blocks,
+            transfer_id=0, route=self._route, group=self._group, source_blocks=blocks,
             target_blocks=blocks, priority=Priority.DEMAND, digests=digests,
         )  # fmt: skip
 
-    def copy_in(self, block: int, page: Page) -> None:
-        """Copy a page to a block; releases the GIL."""
-        for part, staged in self._places(block, page):
-            staged[...] = part
+    def copy(self, addresses: NDArray[np.int64]) -> None:
+        """Copy pages to the first blocks before a save, or from them after a load.
 
-    def copy_out(self, block: int, page: Page) -> None:
-        """Copy a block to a page; releases the GIL."""
-        for part, staged in self._places(block, page):
-            part[...] = staged
+        Releases the GIL.
 
-    def _places(
-        self, block: int, page: Page
-    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Yield the parts of a page, each with its place in a block."""
-        begin = 0
-        for part in page:
-            end = begin + part.size
-            yield part, self._blocks[block, begin:end].reshape(part.shape)
-            begin = end
+        Args:
+            addresses: of the parts of each page, ``[pages, parts]``.
+        """
+        pages = self._page_stride * np.arange(len(addresses))
+        staged = self._address + self._offsets + pages[:, np.newaxis]
+        source, target = (staged, addresses) if self._route == FETCH else (addresses, staged)
+        for size, repack in self._repacks.items():
+            of_size = self._part_bytes == size
+            parts = np.zeros((len(addresses) * np.count_nonzero(of_size), 5), np.int64)
+            parts[:, 0] = source[:, of_size].ravel()
+            parts[:, 1] = target[:, of_size].ravel()
+            repack.run(parts)

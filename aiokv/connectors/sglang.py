@@ -122,7 +122,9 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
         groups = {
             pool.group: PageGroup(
                 fingerprint=pool.fingerprint,
-                page_bytes=pool.object_bytes,
+                part_bytes=pool.part_bytes,
+                objects=pool.num_objects,
+                rows=pool.num_rows,
                 share=pool.num_bytes / num_bytes,
             )
             for pool in pools
@@ -235,8 +237,7 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
             if each.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 width = max(1, len(each.keys or ()))
             pages, pool = self._opened(each.name)
-            objects = pages.find(pool.digests(keys[:num_pages]), pool.group)
-            found = objects.reshape(num_pages, -1).all(axis=1)
+            found = pages.find(pool.digests(keys[:num_pages]), pool.group)
             missing = np.append(0, np.cumsum(~found))  # before each page
             complete = missing[ends] == missing[np.maximum(ends - width, 0)]
             if complete.any():
@@ -247,16 +248,18 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
 
     def _load(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         pages, pool = self._opened(name)
-        objects = pool.objects(len(keys), host_indices)
-        loaded = pages.load(pool.digests(keys), objects, pool.group) if objects else 0
-        return [loaded >= (i + 1) * pool.num_objects for i in range(len(keys))]
+        addresses = pool.addresses(len(keys), host_indices)
+        loaded = len(keys)
+        if pool.num_objects:
+            loaded = pages.load(pool.digests(keys), addresses, pool.group)
+        return [i < loaded for i in range(len(keys))]
 
     def _save(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         pages, pool = self._opened(name)
-        objects = pool.objects(len(keys), host_indices)
-        saved = pages.save(pool.digests(keys), objects, pool.group) if objects else []
-        step = pool.num_objects
-        return [all(saved[i * step : (i + 1) * step]) for i in range(len(keys))]
+        addresses = pool.addresses(len(keys), host_indices)
+        if not pool.num_objects:
+            return [True] * len(keys)
+        return pages.save(pool.digests(keys), addresses, pool.group)
 
     def batch_get(self, *arguments: object, **options: object) -> NoReturn:
         """Refuse pages as tensors, which SGLang passes without ``interface_v1`` only.
@@ -277,7 +280,7 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
         pages, pool = self._opened()
         if not pool.num_objects:
             return len(keys)
-        return pages.lookup(pool.digests(keys)) // pool.num_objects
+        return pages.lookup(pool.digests(keys))
 
     def clear(self) -> None:
         """Refuse: other servers may use the same stores.

@@ -6,7 +6,6 @@ and their bytes do not depend on the number of ranks. Each other page is one obj
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 import os
@@ -22,9 +21,8 @@ from aiokv.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from numpy.typing import NDArray
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-
-    from aiokv.connectors.pages import Page
 
 KV: Final = "kv"
 # Variables that change the order of the bytes of a page. No object of SGLang tells a backend of
@@ -55,8 +53,9 @@ class HostPool:
     Attributes:
         group: group of the objects in the stores.
         num_objects: objects per page of this rank; 0 for a pool of indices without bytes.
-        object_bytes: size of each object.
-        page_bytes: size of each page of this rank.
+        num_rows: rows of each part of a page; a row has bytes of each object.
+        part_bytes: size of each part of a page of this rank.
+        page_bytes: their sum.
         num_bytes: size of the pool.
         fingerprint: 32 bytes.
 
@@ -83,7 +82,7 @@ class HostPool:
         ranks = [getattr(config, rank, 0) for rank in _RANKS]
         self.num_objects = min(1, len(sizes))
         self._first_object = 0
-        self._rows = 1  # of the heads of this rank, in each part
+        self.num_rows = 1
         if (
             is_shared
             and classes[0] in _DIVISIBLE
@@ -94,16 +93,17 @@ class HostPool:
             self.num_objects = pool.head_num // heads[1]
             self._first_object = config.tp_rank * self.num_objects
             if pool.layout != "page_head":  # the heads of a token are adjacent
-                self._rows = pool.page_size
-                self._rows *= 1 if pool.layout == "layer_first" else pool.layer_num
+                self.num_rows = pool.page_size
+                self.num_rows *= 1 if pool.layout == "layer_first" else pool.layer_num
         elif not config.is_mla_model or name == "mamba":  # with MLA, ranks have equal pages
             ranks += [config.tp_rank, config.tp_size]
+        self.part_bytes = tuple(sizes)
         self.page_bytes = sum(sizes)
-        self.object_bytes = self.page_bytes // max(1, self.num_objects)
+        object_bytes = self.page_bytes // max(1, self.num_objects)
         self.num_bytes = self.page_bytes * (pool.size // pool.page_size)
         facts = {
             **identity,
-            "pool": [name, classes[0], sizes if not heads[0] else [len(sizes), self.object_bytes]],
+            "pool": [name, classes[0], sizes if not heads[0] else [len(sizes), object_bytes]],
             "shapes": [str(getattr(pool, shape, None)) for shape in _SHAPES],
             "heads": heads,
             "ranks": ranks,
@@ -120,38 +120,29 @@ class HostPool:
             for number in numbers
         )
 
-    def objects(self, num_pages: int, host_indices: torch.Tensor) -> list[Page]:
-        """Return views of the objects of pages.
+    def addresses(self, num_pages: int, host_indices: torch.Tensor) -> NDArray[np.int64]:
+        """Return the address of each part of pages, ``[pages, parts]``.
 
         Args:
             num_pages: number of pages.
             host_indices: places of their tokens in the pool.
 
         Raises:
-            UsageError: the places are those of another number of pages.
+            UsageError: the places are those of another number of pages, or SGLang returned parts
+                of other sizes than before.
         """
         if len(host_indices) != num_pages * self._pool.page_size:
             raise UsageError(
                 f"host pool {self._name!r}: {len(host_indices)} host indices for {num_pages} "
                 f"pages; a page has {self._pool.page_size}"
             )
-        if not num_pages:
-            return []
-        parts = list(map(self._divided, *self._buffers(host_indices)))
-        step = len(parts) // num_pages
-        return [
-            [part[number] for part in parts[page * step : (page + 1) * step]]
-            for page in range(num_pages)
-            for number in range(self.num_objects)
-        ]
-
-    def _divided(self, address: int, num_bytes: int) -> Page:
-        """Return the bytes of each object in a part of a page."""
-        memory = memoryview((ctypes.c_uint8 * num_bytes).from_address(address))
-        part = np.frombuffer(memory, np.uint8)
-        if self.num_objects == 1:
-            return [part]
-        return list(part.reshape(self._rows, self.num_objects, -1).swapaxes(0, 1))
+        addresses, sizes = self._buffers(host_indices) if num_pages else ([], [])
+        if tuple(sizes) != self.part_bytes * num_pages:
+            raise UsageError(
+                f"host pool {self._name!r}: {num_pages} pages have parts of {sizes} bytes; the "
+                f"parts of each page must have {list(self.part_bytes)}"
+            )
+        return np.array(addresses, np.int64).reshape(num_pages, len(self.part_bytes))
 
     def _buffers(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
         try:

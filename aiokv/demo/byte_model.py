@@ -10,8 +10,6 @@ import numpy as np
 from aiokv.demo.batch import Batch, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from aiokv import LayerView
     from aiokv.demo.http_server import ChatMessage, Row
     from aiokv.demo.transformer import NumpyCache, NumpyTransformer
@@ -22,7 +20,7 @@ class ByteModel:
 
     name = "aiokv-demo"
     vocabulary = 256
-    end_tokens: Collection[int] = ()
+    end_tokens = ()
 
     def __init__(self, model: NumpyTransformer, cache: NumpyCache) -> None:
         self._model, self._cache = model, cache

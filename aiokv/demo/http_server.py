@@ -78,8 +78,9 @@ class Model(Protocol):
 
     name: str
     vocabulary: int
-    end_tokens: Collection[int]
 
+    @property
+    def end_tokens(self) -> Collection[int]: ...
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: list[ChatMessage]) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...
@@ -283,6 +284,7 @@ class Body(msgspec.Struct, kw_only=True):
     cache_salt: str = ""  # requests share cached blocks within one salt only
 
     id_prefix: ClassVar[str]
+    object_names: ClassVar[tuple[str, str]]  # of a whole answer, and of an event
     default_max_tokens: ClassVar[int]
 
     def limit(self, room: int) -> int:
@@ -297,11 +299,8 @@ class Completion(Body, kw_only=True):
     prompt: str | list[Annotated[int, msgspec.Meta(ge=0)]]
 
     id_prefix = "cmpl"
+    object_names = "text_completion", "text_completion"
     default_max_tokens = 16
-
-    @property
-    def object_name(self) -> str:
-        return "text_completion"
 
     def tokens(self, model: Model) -> list[int]:
         return model.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
@@ -316,11 +315,8 @@ class Chat(Body, kw_only=True):
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
 
     id_prefix = "chatcmpl"
+    object_names = "chat.completion", "chat.completion.chunk"
     default_max_tokens = 256
-
-    @property
-    def object_name(self) -> str:
-        return "chat.completion.chunk" if self.stream else "chat.completion"
 
     def tokens(self, model: Model) -> list[int]:
         return model.encode_chat(self.messages)
@@ -459,7 +455,7 @@ class Endpoint:
         self, body: Completion | Chat, prompt: list[int], limit: int, reply: Reply
     ) -> None:
         name, text, pieces = f"{body.id_prefix}-{uuid4().hex}", Text(self._model), list[str]()
-        head = {"id": name, "object": body.object_name, "created": int(time.time())}
+        head = {"id": name, "object": body.object_names[body.stream], "created": int(time.time())}
         head |= {"model": self._model.name, "usage": None}
 
         def answer(text: str, reason: str | None = None) -> dict[str, object]:

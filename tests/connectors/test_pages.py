@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 PAGE_BYTES = 9000
 PARTS = (2000, 4000, 3000)  # as the layers of a page, apart in the memory of the server
 FINGERPRINT = bytes(range(32))
-PAGE = np.zeros(PAGE_BYTES, np.uint8)
 
 
 class HostPool:
@@ -37,8 +36,8 @@ class HostPool:
     def __init__(self, num_pages: int = 16) -> None:
         self.parts = [np.zeros((num_pages, size), np.uint8) for size in PARTS]
 
-    def places(self, pages: Iterable[int]) -> list[list[np.ndarray]]:
-        return [[part[page] for part in self.parts] for page in pages]
+    def places(self, pages: Iterable[int]) -> np.ndarray:
+        return np.array([[part[page].ctypes.data for part in self.parts] for page in pages])
 
     def write(self, pages: Iterable[int], numbers: Iterable[int]) -> None:
         for page, number in zip(pages, numbers, strict=True):
@@ -65,7 +64,10 @@ def digests(numbers: Iterable[int]) -> bytes:
 
 
 def opened(
-    *stores: Store | StoreUse | str, fingerprint: bytes = FINGERPRINT, staging_pages: int = 3
+    *stores: Store | StoreUse | str,
+    fingerprint: bytes = FINGERPRINT,
+    staging_pages: int = 3,
+    group: PageGroup | None = None,
 ) -> closing[PageStore]:
     """Open stores, with deadlines that a busy machine keeps unless they are given as uses."""
     patient = {"deadline_seconds": 60.0, "lookup_deadline_seconds": 60.0}
@@ -74,7 +76,7 @@ def opened(
             use if isinstance(store, StoreUse) else replace(use, **patient)
             for store, use in zip(stores, stores_from(stores), strict=True)
         ],
-        {"attention": PageGroup(fingerprint=fingerprint, page_bytes=PAGE_BYTES)},
+        {"attention": group or PageGroup(fingerprint=fingerprint, part_bytes=PARTS)},
         staging_bytes=staging_pages * 12288,
     )
     return closing(pages)
@@ -136,6 +138,62 @@ def test_pages_of_another_fingerprint_are_missing(tmp_path):
     with opened(url, fingerprint=bytes(32)) as pages:
         assert pages.lookup(digests(range(2))) == 0
         assert pages.load(digests(range(2)), HostPool().places(range(2))) == 0
+
+
+ROWS, HEADS, SIZES = 3, 4, (16, 64, 16)  # sizes of a head in a row of each part
+
+
+def divided(heads: int) -> PageGroup:
+    """Return pages of rows of heads, one object per head."""
+    return PageGroup(
+        fingerprint=FINGERPRINT, objects=heads, rows=ROWS,
+        part_bytes=tuple(ROWS * heads * size for size in SIZES),
+    )  # fmt: skip
+
+
+def heads_of(pages: range, heads: range) -> bytes:
+    return digests(page * HEADS + head for page in pages for head in heads)
+
+
+def parts_of(num_pages: int, heads: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, 256, (num_pages, ROWS, heads, size), np.uint8) for size in SIZES]
+
+
+def addresses_of(parts: list[np.ndarray]) -> np.ndarray:
+    return np.array([[part[page].ctypes.data for part in parts] for page in range(len(parts[0]))])
+
+
+@pytest.mark.parametrize("heads", [range(4), range(1, 3), range(3, 4)])
+@pytest.mark.parametrize("staging_pages", [0, 4, 64])
+def test_objects_of_a_page_contain_their_bytes_of_each_row(tmp_path, staging_pages, heads):
+    url, pages = f"directory:{tmp_path}", range(5)
+    source = parts_of(len(pages), HEADS)
+    with opened(url, staging_pages=staging_pages, group=divided(HEADS)) as store:
+        assert store.save(heads_of(pages, range(HEADS)), addresses_of(source)) == [True] * 5
+    target = [np.zeros_like(part) for part in parts_of(6, len(heads))]
+    with opened(url, staging_pages=staging_pages, group=divided(len(heads))) as store:
+        wanted = heads_of(range(6), heads)
+        assert store.lookup(wanted) == 5
+        assert store.find(wanted).tolist() == [True] * 5 + [False]
+        assert store.load(wanted, addresses_of(target)) == 5
+    for loaded, part in zip(target, source, strict=True):
+        assert (loaded[:5] == part[:, :, heads.start : heads.stop]).all()
+        assert not loaded[5:].any()
+
+
+def test_page_without_all_of_its_objects_is_neither_saved_nor_found_nor_loaded():
+    keys, source = heads_of(range(3), range(HEADS)), parts_of(3, HEADS)
+    target = [np.zeros_like(part) for part in source]
+    store = ScriptedStore(capacity_blocks=6)  # the first page, and half of the second
+    with opened(store, staging_pages=64, group=divided(HEADS)) as pages:
+        assert pages.save(keys, addresses_of(source)) == [True, False, False]
+        assert pages.lookup(keys) == 1
+        assert pages.find(keys).tolist() == [True, False, False]
+        assert pages.load(keys, addresses_of(target)) == 1
+    for loaded, part in zip(target, source, strict=True):
+        assert (loaded[:1] == part[:1]).all()
+        assert not loaded[1:].any()
 
 
 def test_failing_store_costs_a_miss_and_no_error():
@@ -256,17 +314,18 @@ def test_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "parts", "message"),
+    ("wanted", "shape", "message"),
     [
-        (digests(range(2)), [[PAGE]], "digests has 64 bytes"),
-        (digests(range(1)), [[PAGE[:10], PAGE[:20]]], "page 0 has 30 bytes; it must have 9000"),
+        (digests(range(2)), (1, 3), "digests has 64 bytes; it must have 32 for each of the 1 obj"),
+        (digests(range(1)), (1, 2), r"shape \(1, 2\); it must have the shape \[pages, 3\]"),
+        (digests(range(3)), (3,), r"shape \(3,\); it must have the shape \[pages, 3\]"),
     ],
 )
-def test_wrong_sizes_are_errors(wanted, parts, message):
+def test_wrong_numbers_of_pages_and_parts_are_errors(wanted, shape, message):
     with opened(ScriptedStore()) as pages:
         for method in (pages.load, pages.save):
             with pytest.raises(UsageError, match=message):
-                method(wanted, parts)
+                method(wanted, np.zeros(shape, np.int64))
 
 
 def test_pages_are_closed_when_the_interpreter_exits(tmp_path: Path):
@@ -276,9 +335,10 @@ from aiokv.connectors.pages import PageGroup, PageStore
 from aiokv.stores import stores_from
 pages = PageStore(
     stores_from(["disk:{tmp_path}?bytes=1MiB"]),
-    {{"attention": PageGroup(fingerprint=bytes(range(32)), page_bytes=9000)}}, staging_bytes=1,
+    {{"attention": PageGroup(fingerprint=bytes(range(32)), part_bytes=(9000,))}}, staging_bytes=1,
 )
-assert pages.save(bytes(32), [[np.zeros(9000, np.uint8)]]) == [True]
+page = np.zeros(9000, np.uint8)
+assert pages.save(bytes(32), np.array([[page.ctypes.data]])) == [True]
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -295,15 +355,17 @@ from aiokv.errors import ClosedError
 from aiokv.stores import stores_from
 pages = PageStore(
     stores_from(["directory:{tmp_path}"]),
-    {{"attention": PageGroup(fingerprint=bytes(range(32)), page_bytes=9000)}}, staging_bytes=1,
+    {{"attention": PageGroup(fingerprint=bytes(range(32)), part_bytes=(9000,))}}, staging_bytes=1,
 )
 pid = os.fork()
 if pid == 0:
     signal.alarm(60)  # ends a child that waits for a thread of its parent
+    page = np.zeros(9000, np.uint8)
+    addresses = np.array([[page.ctypes.data]])
     calls = [
         lambda: pages.lookup(bytes(32)),
-        lambda: pages.load(bytes(32), [[np.zeros(9000, np.uint8)]]),
-        lambda: pages.save(bytes(32), [[np.zeros(9000, np.uint8)]]),
+        lambda: pages.load(bytes(32), addresses),
+        lambda: pages.save(bytes(32), addresses),
         pages.statistics,
     ]
     refused = 0

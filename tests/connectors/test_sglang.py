@@ -201,6 +201,17 @@ def test_a_call_without_pages_moves_nothing(tmp_path):
                 call(KEYS[:2], indices(3))
 
 
+def test_parts_of_other_sizes_than_at_the_start_are_refused(tmp_path, monkeypatch):
+    pool = host_pool()
+    with attached(config([f"directory:{tmp_path}"]), pool) as backend:
+        addresses, sizes = pool.get_page_buffer_meta(indices(0))
+        doubled = (addresses, [2 * size for size in sizes])
+        monkeypatch.setattr(pool, "get_page_buffer_meta", lambda _: doubled)
+        for call in (backend.batch_get_v1, backend.batch_set_v1):
+            with pytest.raises(UsageError, match="the parts of each page must have"):
+                call(KEYS[:1], indices(0))
+
+
 def controller(backend: HiCacheAiokv, pool: Any) -> Any:
     """Return SGLang's controller with what its storage threads use, without a device."""
     made: Any = object.__new__(HiCacheController)

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ from tests.harness.patience import PROGRAM_SECONDS
 ROOT = EXAMPLES.parent
 FILES = sorted(EXAMPLES.glob("*.py"))
 NEEDS = {"torch_server.py": "torch"}  # packages that are not among those of `make setup`
-LONG = {"vllm_stores.py"}  # see test_vllm.py
+SERVERS = {"torch_http.py", "vllm_stores.py"}  # see test_torch_http.py, test_vllm.py
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if path.name not in LONG], ids=lambda path: path.name
+    "path", [path for path in FILES if path.name not in SERVERS], ids=lambda path: path.name
 )
 def test_example_prints_what_it_says(path, tmp_path):
     needed = NEEDS.get(path.name)
@@ -51,6 +52,11 @@ def test_table_has_a_row_per_example():
     assert all(name == Path(link).name for name, link in table)
     assert all((EXAMPLES / link).is_file() for _, link in table)
     assert [name for name, link in table if "/" not in link] == [path.name for path in FILES]
+
+
+def test_mypy_checks_each_example():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert settings["modules"] == [path.stem for path in FILES]
 
 
 def test_examples_import_public_names_only():

@@ -72,25 +72,20 @@ class DevicePool {
         ++cooling_blocks_;
     }
 
-    // Gives back the ids id_of(0) to id_of(count - 1), in this order. Consecutive ids cost less.
-    template <class IdOf>
-    void give_back_all(std::uint32_t count, IdOf id_of) {
-        for (std::uint32_t i = 0; i < count;) {
-            const BlockId id = id_of(i);
-            if (after_step(id) != 0) {
-                give_back(id);
-                ++i;
-                continue;
+    // Gives back the ids that next() returns until it returns kNoBlock, in this order. Consecutive
+    // ids cost less.
+    template <class Next>
+    void give_back_all(Next next) {
+        for (BlockId id = next(); id != kNoBlock;) {
+            BlockId low = id;
+            BlockId high = id;
+            const bool waits = after_step(id) != 0;
+            if (waits) give_back(id);
+            while ((id = next()) != kNoBlock && !waits && after_step(id) == 0 &&
+                   (id == high + 1 || id + 1 == low)) {
+                (id < low ? low : high) = id;
             }
-            const bool ascends = i + 1 < count && id_of(i + 1) > id;
-            BlockId next = id;
-            std::uint32_t length = 0;
-            do {
-                next += ascends ? 1 : -1;
-                ++length;
-            } while (i + length < count && id_of(i + length) == next && after_step(next) == 0);
-            pool_.give_back({ascends ? id : next + 1, length});
-            i += length;
+            if (!waits) pool_.give_back({low, static_cast<std::uint32_t>(high - low + 1)});
         }
     }
 

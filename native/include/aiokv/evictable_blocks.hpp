@@ -42,7 +42,8 @@ class EvictableBlocks final : private SplitListener {
     bool is_deferred(NodeId node) const {
         return deferred_device_ > 0 && tree_.run(node).has(kParked);
     }
-    // Puts a deferred block back to the front of its queue, if it can be evicted now.
+    // Puts a deferred block back to the front of its queue, if it can be evicted now. Those above
+    // it may follow, which then wait in the queue behind it.
     void requeue_if_free(NodeId node);
     // Marks a path as used now; its deepest block counts as the least recently used.
     void touch(std::span<const NodeId> path);
@@ -112,6 +113,7 @@ class EvictableBlocks final : private SplitListener {
     TierQueue& device_;  // runs without refs that are on the device, the next victim first
     TierQueue& host_;    // runs without refs that only the host has
     LookAhead ahead_;
+    const bool has_host_;
     std::uint32_t queued_device_ = 0;  // blocks
     std::uint32_t queued_host_ = 0;
     std::vector<NodeId> unsaved_parked_;  // may also have blocks that were saved or queued again

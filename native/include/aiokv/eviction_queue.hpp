@@ -11,6 +11,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -120,6 +121,14 @@ class EvictionQueue {
     void leave_cell(CohortId id);
     void choose_victim(Cell cell);
     Cell lowest_cell(Rank above) const;
+    template <class Visit>
+    void for_each_used_class(Visit visit) const {
+        for (std::uint32_t word = 0; word < used_classes_.size(); ++word) {
+            for (std::uint64_t some = used_classes_[word]; some != 0; some &= some - 1) {
+                visit(word * 64 + static_cast<std::uint32_t>(std::countr_zero(some)));
+            }
+        }
+    }
     void age();
 
     Nodes& nodes_;

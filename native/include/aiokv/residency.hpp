@@ -175,12 +175,13 @@ class Residency {
     // Returns true if eviction must wait for the save of the block, as with write-back. Other
     // policies pass over such a block.
     bool waits_for_save(NodeId node) const {
-        return tree_[node].has(kHostLoading) && config_.write_policy == SavePolicy::kWriteBack;
+        return config_.write_policy == SavePolicy::kWriteBack && tree_[node].has(kHostLoading);
     }
     bool evict_one_device(Unsaved unsaved);
     template <class Is>
     std::uint32_t count_up(NodeId last, std::uint32_t most, Is is) const;
-    void forget_tail(RunId id, std::uint32_t count);
+    void forget(NodeId node);
+    void trim(RunId id, std::uint32_t count);
     std::uint32_t evict_plain(std::uint32_t most);
     std::uint32_t evict_clean(std::uint32_t most);
     std::uint32_t evict_some_device(std::uint32_t most, Unsaved unsaved);
@@ -241,25 +242,30 @@ template <class Taken>
 std::uint32_t Residency::publish(const Lease& lease, std::size_t first, Taken taken) {
     const auto nodes = std::span(lease.path).subspan(first);
     const BlockId* table = lease.table.data() + first;
+    // True if nothing follows from the first use of a block.
+    const bool is_silent = !events_.has_streams() && !config_.copies_after(1);
     std::uint32_t count = 0;
     tree_.for_each_run(nodes, [&](RunId id, std::span<const NodeId> part) {
         if (tree_.runs()[id].refs++ == 0) evictable_.dequeue(id);
         if (!tree_[part.front()].has(kDeviceResident)) tree_.count_device_child(part.front(), +1);
         bool all_valid = true;
+        Node* next = &tree_[part.front()];  // the blocks of a run have consecutive slots
         for (std::size_t i = 0; i < part.size(); ++i, ++table) {
-            Node& n = tree_[part[i]];
+            Node& n = *next++;
+            if (is_silent && n.is_new()) {  // the common case, with one write
+                ++count;
+                n.device = *table;
+                n.flags = kDeviceValid;
+                n.uses = 1;
+                continue;
+            }
             all_valid = all_valid && !n.has(kDeviceLoading);
             if (n.has(kDeviceResident)) continue;
             ++count;
             n.device = *table;
-            if (n.is_new()) {  // the common case, with one write
-                n.flags = kDeviceValid;
-                n.uses = 1;
-            } else {
-                n.set(kDeviceValid);
-                n.count_use();
-                n.clear(kBackupFailed);  // a used block is tried again
-            }
+            n.set(kDeviceValid);
+            n.count_use();
+            n.clear(kBackupFailed);  // a used block is tried again
             events_.changed(part[i]);
             if (n.has(kHostValid)) list_host_copy(part[i]);
             taken(part[i], n);

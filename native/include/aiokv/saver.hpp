@@ -34,11 +34,7 @@ class Saver {
           residency_(residency),
           transfers_(transfers) {}
 
-    // Call when another lease uses these blocks. The lease that computed a block counts as its
-    // first use.
-    void count_uses(std::span<const NodeId> nodes) {
-        for (const NodeId node : nodes) count_use(node);
-    }
+    // Call when another lease uses the block. The lease that computed it counts as its first use.
     void count_use(NodeId node) {
         Node& n = tree_[node];
         n.count_use();

@@ -11,7 +11,8 @@ EvictableBlocks::EvictableBlocks(const CoreConfig& config, PrefixTree& tree)
       order_(make_eviction_order(config, tree)),
       device_(order_->device()),
       host_(order_->host()),
-      ahead_(tree, device_) {
+      ahead_(tree, device_),
+      has_host_(config.host_blocks > 0) {
     tree_.listen(*this);
 }
 
@@ -108,6 +109,7 @@ void EvictableBlocks::defer(RunId id) {
     idle_host_ += count_idle_host(id);
     if (!is_on_device(id)) return;
     deferred_device_ += run.length;
+    if (!has_host_) return;
     for (NodeId node = run.last() + 1; node-- > run.first;) {
         Node& n = tree_[node];
         if (is_saved(n) || n.has(kUnsavedParked)) continue;
@@ -140,11 +142,12 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
     if (!tree_.run(node).has(kParked) || n.pins > 0) return;
     const bool on_device = n.has(kDeviceValid);
     if (on_device ? tree_.has_device_child(node) : tree_.has_child(node) || n.holds > 0) return;
-    const RunId id = tree_.isolate(node);
+    // Without a host tier, the blocks above in the run are evicted right after this one.
+    const RunId id = has_host_ ? tree_.isolate(node) : tree_.split_after(node);
     dequeue(id);
     queue_of(id).push_front(id);
     tree_.runs()[id].set(kQueued);
-    ++queued_of(id);
+    queued_of(id) += tree_.runs()[id].length;
     idle_host_ += count_idle_host(id);
     if (!on_device || !ahead_.is_begun()) return;
     if (!is_saved(n)) return ahead_.restart();  // blocks looked at are behind this one now

@@ -1,6 +1,5 @@
 #include "aiokv/eviction_queue.hpp"
 
-#include <bit>
 #include <limits>
 
 #include "aiokv/node.hpp"
@@ -176,20 +175,17 @@ template <class Nodes>
 typename EvictionQueue<Nodes>::Cell EvictionQueue<Nodes>::lowest_cell(Rank above) const {
     Cell lowest = kNoCell;
     Rank lowest_rank{std::numeric_limits<double>::infinity(), 0};
-    for (std::uint32_t word = 0; word < used_classes_.size(); ++word) {
-        for (std::uint64_t some = used_classes_[word]; some != 0; some &= some - 1) {
-            const std::uint32_t c = word * 64 + static_cast<std::uint32_t>(std::countr_zero(some));
-            for (std::uint32_t rest = classes_[c].buckets; rest != 0; rest &= rest - 1) {
-                const auto bucket = static_cast<std::uint32_t>(std::countr_zero(rest));
-                const Rank rank = rank_of(c, bucket);
-                if (rank.first > lowest_rank.first || rank <= above || rank >= lowest_rank) {
-                    continue;
-                }
-                lowest = c * ReturnRates::kBuckets + bucket;
-                lowest_rank = rank;
+    for_each_used_class([&](std::uint32_t c) {
+        for (std::uint32_t rest = classes_[c].buckets; rest != 0; rest &= rest - 1) {
+            const auto bucket = static_cast<std::uint32_t>(std::countr_zero(rest));
+            const Rank rank = rank_of(c, bucket);
+            if (rank.first > lowest_rank.first || rank <= above || rank >= lowest_rank) {
+                continue;
             }
+            lowest = c * ReturnRates::kBuckets + bucket;
+            lowest_rank = rank;
         }
-    }
+    });
     return lowest;
 }
 
@@ -208,7 +204,7 @@ bool EvictionQueue<Nodes>::choose(bool by_score) {
 // Moves cohorts to the cells of their present ages. The cohorts of a class are in order of age.
 template <class Nodes>
 void EvictionQueue<Nodes>::age() {
-    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+    for_each_used_class([this](std::uint32_t c) {
         for (std::uint32_t rest = classes_[c].buckets; rest != 0;) {
             const auto bucket = static_cast<std::uint32_t>(std::bit_width(rest)) - 1;
             rest &= ~(1u << bucket);
@@ -219,7 +215,7 @@ void EvictionQueue<Nodes>::age() {
                 enter_cell(id, c * ReturnRates::kBuckets + older);
             }
         }
-    }
+    });
 }
 
 template class EvictionQueue<Slab<Run>>;

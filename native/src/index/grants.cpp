@@ -99,7 +99,8 @@ bool Grants::fit_writable(Lease& lease, std::uint32_t total_blocks) {
                                 static_cast<std::uint32_t>(std::min(blocks, resident)));
 }
 
-// Fills the table entries of blocks that are on the device or being loaded. Returns their number.
+// Fills the table entries of blocks that are on the device or being loaded, and counts this use.
+// Returns their number.
 std::uint32_t Grants::take_resident(Lease& lease) {
     const PrefixTree& tree = index_.tree();
     std::uint32_t resident = 0;
@@ -108,6 +109,7 @@ std::uint32_t Grants::take_resident(Lease& lease) {
         const Node& n = tree[node];
         if (!n.has(kDeviceResident)) break;
         lease.table[resident++] = n.device;
+        saver_.count_use(node);
         lease.device_hit += n.has(kDeviceValid);
         if (n.has(kDeviceValid)) continue;
         const TransferId id = transfers_.onload_of(node);
@@ -125,7 +127,6 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     const auto hits = static_cast<std::uint32_t>(lease.path.size());
     lease.table.resize(total_blocks);
     const std::uint32_t resident = take_resident(lease);
-    saver_.count_uses(std::span(lease.path).first(resident));
     store_saver_.note_uses(lease, resident);
     fetches_.note_hits(lease);
     device_.take(std::span(lease.table).subspan(resident));

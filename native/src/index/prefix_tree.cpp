@@ -233,9 +233,13 @@ NodeId PrefixTree::add_root() {
 NodeId PrefixTree::find_child(NodeId parent, const std::int32_t* tokens, ItemKey items) const {
     const std::uint32_t child = child_of(parent);
     if (child == kNone) return kNone;
-    if ((child & kFork) == 0) return equal(child, tokens, items) ? child : kNone;
-    return forks_[child & ~kFork].find(tag(tokens, items),
-                                       [&](NodeId node) { return equal(node, tokens, items); });
+    const auto matches = [&](NodeId node) {
+        __builtin_prefetch(&run_of_[node]);  // read next if it matches, like the node
+        __builtin_prefetch(&nodes_[node]);
+        return equal(node, tokens, items);
+    };
+    if ((child & kFork) == 0) return matches(child) ? child : kNone;
+    return forks_[child & ~kFork].find(tag(tokens, items), matches);
 }
 
 // Returns how many consecutive slots from `first` on hold these tokens and items, at most `count`.

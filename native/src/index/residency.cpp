@@ -1,6 +1,7 @@
 // Eviction and dropping.
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "aiokv/residency.hpp"
 
@@ -152,14 +153,16 @@ std::uint32_t Residency::count_up(NodeId last, std::uint32_t most, Is is) const 
     return count;
 }
 
-// Removes the last `count` blocks of a run, whose copies were given back, from the tree.
-void Residency::forget_tail(RunId id, std::uint32_t count) {
+// Makes a block unmatchable that leaves the tree.
+void Residency::forget(NodeId node) {
+    Node& n = tree_[node];
+    n.flags = (n.flags & ~std::uint32_t{kBackupQueued}) | kDetached;
+    events_.changed(node);
+}
+
+// Removes the last `count` blocks of a run, which were forgotten, from the tree.
+void Residency::trim(RunId id, std::uint32_t count) {
     const Run run = tree_.runs()[id];
-    for (std::uint32_t i = 0; i < count; ++i) {
-        Node& n = tree_[run.last() - i];
-        n.flags = (n.flags & ~std::uint32_t{kBackupQueued}) | kDetached;
-        events_.changed(run.last() - i);
-    }
     uncounted_.dropped += count;
     index_.change();
     evictable_.trim(id, count);
@@ -167,19 +170,29 @@ void Residency::forget_tail(RunId id, std::uint32_t count) {
 }
 
 // Evicts blocks of one run at the front of the device queue that have no other copy and that
-// nothing needs; at most `most`. Returns their number.
+// nothing needs; at most `most`. Returns their number. Reads each block once, because none of them
+// is in a cache of the CPU.
 std::uint32_t Residency::evict_plain(std::uint32_t most) {
     const NodeId last = evictable_.device_front();
     if (last == kNone || config_.write_policy != SavePolicy::kNone) return 0;
-    if (tree_.has_child(last) || tree_.run(last).has(kMayBeAhead)) return 0;
-    const std::uint32_t count = count_up(last, most, [](const Node& n) {
-        return n.host == kNoBlock && n.pins == 0 && n.holds == 0 && !n.has(kHasSides);
+    const RunId id = tree_.run_of(last);
+    const Run& run = tree_.runs()[id];
+    if (run.child != kNone || run.has(kMayBeAhead)) return 0;
+    tree_.prefetch_tag(run.first);  // to be removed from the children of its parent
+    most = std::min(most, run.length);
+    std::uint32_t count = 0;
+    device_.give_back_all([&] {
+        if (count == most) return kNoBlock;
+        const Node& n = tree_[last - count];
+        const bool is_needed = n.pins > 0 || n.holds > 0 || n.has(kHasSides);
+        if (is_needed || n.host != kNoBlock) return kNoBlock;
+        forget(last - count++);
+        return n.device;
     });
     if (count == 0) return 0;
-    device_.give_back_all(count, [&](std::uint32_t i) { return tree_[last - i].device; });
     device_nodes_ -= count;
     uncounted_.evicted_device += count;
-    forget_tail(tree_.run_of(last), count);
+    trim(id, count);
     return count;
 }
 
@@ -193,13 +206,14 @@ std::uint32_t Residency::evict_clean(std::uint32_t most) {
     const NodeId first = last - count + 1;
     const RunId id = tree_.split_before(first);
     evictable_.dequeue(id);
-    device_.give_back_all(count, [&](std::uint32_t i) { return tree_[last - i].device; });
-    for (NodeId node = last + 1; node-- > first;) {
-        Node& n = tree_[node];
-        n.device = kNoBlock;
-        host_copies_.remove(n.host);
+    NodeId node = last + 1;
+    device_.give_back_all([&] {
+        if (node == first) return kNoBlock;
+        const BlockId device = std::exchange(tree_[--node].device, kNoBlock);
+        host_copies_.remove(tree_[node].host);
         lose(node, kDeviceValid);
-    }
+        return device;
+    });
     tree_.count_device_child(first, -1);
     device_nodes_ -= count;
     uncounted_.evicted_device += count;
@@ -229,9 +243,10 @@ std::uint32_t Residency::evict_some_host(std::uint32_t most) {
     for (std::uint32_t i = 0; i < count; ++i) {
         evicted_unsaved_ += stored_.awaits_save(last - i);
         host_.give_back(tree_[last - i].host);
+        forget(last - i);
     }
     uncounted_.evicted_host += count;
-    forget_tail(tree_.run_of(last), count);
+    trim(tree_.run_of(last), count);
     return count;
 }
 

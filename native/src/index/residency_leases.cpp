@@ -99,10 +99,12 @@ void Residency::free_table(Lease& lease, Step step) {
         device_.give_back(lease.table[i]);
     }
     tree_.for_each_run_upwards(lease.path, [&](RunId id, std::span<const NodeId> nodes) {
-        const auto first = static_cast<std::size_t>(nodes.data() - lease.path.data());
-        for (std::size_t i = nodes.size(); i-- > 0;) {
-            const BlockId block = lease.table[first + i];
-            if (tree_[nodes[i]].device != block) device_.give_back(block);
+        const BlockId* table = lease.table.data() + (nodes.data() - lease.path.data());
+        const Node* run = &tree_[nodes.front()];
+        BlockId differs = 0;
+        for (std::size_t i = 0; i < nodes.size(); ++i) differs |= run[i].device ^ table[i];
+        for (std::size_t i = differs == 0 ? 0 : nodes.size(); i-- > 0;) {
+            if (run[i].device != table[i]) device_.give_back(table[i]);
         }
         unref_run(id);
     });

@@ -84,17 +84,16 @@ bool Residency::drop_unused(RunId id) {
     }
     evictable_.dequeue(id);
     for (NodeId node = run.first; node <= run.last(); ++node) {
-        Node& n = tree_[node];
-        n.flags = (n.flags & ~std::uint32_t{kBackupQueued}) | kDetached;
-        events_.changed(node);
+        const Node& n = tree_[node];
+        forget(node);
         if (n.has(kHasSides)) auxiliary_.forget(node);
         if (n.host == kNoBlock) continue;
         host_copies_.remove(n.host);
         host_.give_back(n.host);
     }
     if (run.has(kOnDevice)) {
-        device_.give_back_all(run.length,
-                              [&](std::uint32_t i) { return tree_[run.first + i].device; });
+        NodeId next = run.first;
+        device_.give_back_all([&] { return next <= run.last() ? tree_[next++].device : kNoBlock; });
         device_nodes_ -= run.length;
     } else {
         for (NodeId node = run.first; node <= run.last(); ++node) {
