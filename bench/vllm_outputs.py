@@ -1,18 +1,27 @@
 """Outputs of vLLM with aiokv beside those behind vLLM's own prefix cache, at equal hits, on a GPU.
 
-``python -m bench.vllm_outputs --save FILE`` starts vLLM with a small random Gemma 3, which has two
-KV cache groups, and without asynchronous scheduling: before vLLM 0.27, it frees blocks of windows
-before they can be saved. Each prompt is computed cold, then with a hit. A run without aiokv
-has its hits in vLLM's blocks; the other runs reset vLLM's prefix cache first and load all hits. The
-last run starts again with the blocks that the disk store of the run before has.
+``python -m bench.vllm_outputs --save FILE`` starts vLLM with a small random Gemma 3, which has
+three KV cache groups, two of them with windows, and without asynchronous scheduling: before vLLM
+0.27, it frees blocks of windows before they can be saved. Each prompt is computed cold, then with a
+hit. A run without aiokv has its hits in vLLM's blocks; the other runs reset vLLM's prefix cache
+first and load all hits. The last run starts again with the blocks that the disk store of the run
+before has.
 
-A run prints the number of prompts with equal tokens and log probabilities, as rounded to 5 digits.
-``changed`` is a control: prompts with another first block, whose outputs have to differ.
+* ``--beside-offload``: instead, run aiokv before and behind vLLM's ``OffloadingConnector`` in a
+  ``MultiConnector``, with this model and with one of full attention only, which has one group. The
+  first connector loads the hits; both save.
+* ``--runner-v2``: instead, run without aiokv and with ``"load": "layerwise"``, for both models, in
+  vLLM's model runner V2.
+
+A run prints the number of prompts with equal tokens and log probabilities, as rounded to 5 digits,
+and the blocks that aiokv has loaded. ``changed`` is a control: prompts with another first block,
+whose outputs have to differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -21,9 +30,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from bench import harness
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _COMMON: Final = {
     "bos_token_id": 0,
@@ -57,7 +69,13 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         },
     },
 }
+MODELS["gemma3-full"] = MODELS["gemma3"] | {
+    "layer_types": ["full_attention"] * 6,
+    "sliding_window": None,
+}
 MODES: Final = ("none", "async", "layerwise", "disk", "disk, restarted")
+BESIDE_OFFLOAD: Final = ("none", "before offload", "behind offload")
+RUNNER_V2: Final = ("none", "layerwise")
 _NUM_PROMPTS: Final = 12
 _BLOCK_TOKENS: Final = 16
 
@@ -65,20 +83,33 @@ _BLOCK_TOKENS: Final = 16
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--save", type=Path, help="write the results as JSON")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--beside-offload", action="store_true", help="run beside vLLM's OffloadingConnector"
+    )
+    choice.add_argument("--runner-v2", action="store_true", help="run vLLM's model runner V2")
     parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
         model, mode, folder = args.cell
         _run_cell(model, mode, Path(folder))
         return 0
+    models: Sequence[str] = ("gemma3",)
+    modes: Sequence[str] = MODES
+    if args.beside_offload or args.runner_v2:
+        models = list(MODELS)
+        modes = BESIDE_OFFLOAD if args.beside_offload else RUNNER_V2
+    if args.runner_v2:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        for modes in (MODES[:-1], MODES[-1:]):  # the last one reads what the others have stored
-            servers = [_start(model, mode, folder) for model in MODELS for mode in modes]
+        later = [mode for mode in modes if mode.endswith("restarted")]  # read what others stored
+        for together in ([mode for mode in modes if mode not in later], later):
+            servers = [_start(model, mode, folder) for model in models for mode in together]
             codes = [server.wait() for server in servers]
             if any(codes):
                 return 1
         cells = [
-            cell for model in MODELS for mode in MODES for cell in _cells(model, mode, Path(folder))
+            cell for model in models for mode in modes for cell in _cells(model, mode, Path(folder))
         ]
     for cell in cells:
         print(json.dumps(cell))
@@ -99,6 +130,7 @@ def _start(model: str, mode: str, folder: str) -> subprocess.Popen[bytes]:
 def _cells(model: str, mode: str, folder: Path) -> list[dict[str, Any]]:
     """Return the comparison of each pass of a server."""
     passes = _read(folder, model, mode)
+    loaded = passes.pop("loaded_blocks")
     own = _read(folder, model, "none")
     found = []
     for name, outputs in passes.items():
@@ -113,6 +145,7 @@ def _cells(model: str, mode: str, folder: Path) -> list[dict[str, Any]]:
                 "equal": sum(a["tokens"] == b["tokens"] and a["log"] == b["log"] for a, b in pairs),
                 "cached_tokens": sum(a["cached"] for a, _ in pairs),
                 "own_cached_tokens": sum(b["cached"] for _, b in pairs),
+                "loaded_blocks": loaded.get(name, 0),
             }
         )
     return found
@@ -164,7 +197,8 @@ def _run_cell(model: str, mode: str, folder: Path) -> None:
         [rng.randrange(2, 4_096) for _ in range(rng.randrange(200, 1_500))]
         for _ in range(_NUM_PROMPTS)
     ]
-    passes = {"cold": [answer(prompt) for prompt in prompts]}
+    passes: dict[str, Any] = {"cold": [answer(prompt) for prompt in prompts]}
+    loaded = {"cold": _loaded_blocks()}
     if mode == "none":
         server.reset_prefix_cache()
         passes["warm"] = [(answer(prompt), answer(prompt))[1] for prompt in prompts]
@@ -174,7 +208,24 @@ def _run_cell(model: str, mode: str, folder: Path) -> None:
         time.sleep(1.0)  # for the saves to end
         server.reset_prefix_cache()
         passes["warm"] = [answer(prompt) for prompt in prompts]
+        loaded["warm"] = _loaded_blocks() - loaded["cold"]
+    passes["loaded_blocks"] = loaded
     (folder / f"{model}-{mode}.json").write_text(json.dumps(passes))
+
+
+def _loaded_blocks() -> int:
+    """Return the number of blocks that aiokv has loaded, if it is a connector of this process."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from aiokv.connectors.vllm import AiokvConnector
+
+    gc.unfreeze()  # vLLM has frozen its objects
+    connectors = (one for one in gc.get_objects() if isinstance(one, AiokvConnector))
+    return sum(
+        one.engine.cache_statistics().attention.onloaded_blocks
+        for one in connectors
+        if one.role == KVConnectorRole.SCHEDULER
+    )
 
 
 def _transfer(mode: str, store: Path) -> dict[str, Any]:
@@ -185,11 +236,23 @@ def _transfer(mode: str, store: Path) -> dict[str, Any]:
         extra["load"] = mode
     if mode.startswith("disk"):
         extra["stores"] = [f"disk:{store}?bytes=2GiB"]
-    connector = {
+    connector: dict[str, Any] = {
         "kv_connector": "AiokvConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
+    if mode.endswith("offload"):
+        offload = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 2 << 30},
+        }
+        both = [connector, offload] if mode == "before offload" else [offload, connector]
+        connector = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": both},
+        }
     return {"kv_transfer_config": connector}
 
 

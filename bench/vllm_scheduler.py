@@ -41,7 +41,7 @@ from vllm.v1.request import Request, RequestStatus
 from aiokv.connectors.vllm import AiokvConnector
 from aiokv.errors import InternalError
 from bench import harness
-from tests.connectors.vllm.configs import tensor_of, vllm_config
+from tests.connectors.vllm.configs import tensors_of, vllm_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +55,7 @@ RUNNING: Final = 256
 WAITING_TOKENS: Final = 100_000
 LAYER: Final = "model.layers.0.self_attn.attn"
 PATIENCE_SECONDS: Final = 60.0
+IDLE_SECONDS: Final = 0.001  # vLLM's pause after a step in which all requests wait for loads
 
 
 class Clock:
@@ -90,7 +91,7 @@ class Server:
         )
         cache = KVCacheConfig(
             num_blocks=num_blocks,
-            kv_cache_tensors=[tensor_of(LAYER, spec, num_blocks)],
+            kv_cache_tensors=tensors_of([LAYER], spec, num_blocks),
             kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
         )
         self._worker: Any = None
@@ -124,8 +125,8 @@ class Server:
         self.scheduler.add_request(request)
         return request
 
-    def step(self) -> None:
-        """Run one step."""
+    def step(self) -> bool:
+        """Run one step; return False if it has computed nothing."""
         began = self._clock.now()
         output = self.scheduler.schedule()
         self.seconds += self._clock.now() - began
@@ -148,6 +149,7 @@ class Server:
             for one in of_client.outputs:
                 if one.prefill_stats is not None:
                     self.loaded_tokens += one.prefill_stats.num_external_cached_tokens
+        return bool(ids)
 
     def _work(self, output: Any) -> KVConnectorOutput:
         """Make the calls of a worker."""
@@ -170,7 +172,8 @@ class Server:
     def run(self) -> None:
         """Run until all requests have ended."""
         while self.scheduler.has_requests():
-            self.step()
+            if not self.step():
+                time.sleep(IDLE_SECONDS)
 
     def drain(self) -> None:
         """Wait for the saves."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from contextlib import suppress
 
 import torch_server
 
@@ -54,7 +55,7 @@ def main(port: int) -> None:
         reserve_blocks=32,  # a block for the next token of each running request
     )
     engine = aiokv.CacheEngine(config, regions, device="cpu")
-    with socket.create_server(("127.0.0.1", port)) as listener:
+    with socket.create_server(("127.0.0.1", port)) as listener, suppress(KeyboardInterrupt):
         port = listener.getsockname()[1]
         print(f"serving at http://127.0.0.1:{port}/v1: Ctrl-C stops", flush=True)
         serve(make_app(engine, model), listener)

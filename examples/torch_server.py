@@ -14,7 +14,6 @@ Output:
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -112,7 +111,7 @@ class Server:
         self.arrived = asyncio.Event()
 
     async def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Return the answer. A task that is cancelled, as for a client that left, is no problem."""
+        """Return the answer. Cancel the task when its client leaves: that frees the blocks."""
         stop = len(prompt) + max_tokens
         async with self.engine.match(prompt) as lease:
             # Blocks for the answer, too, so that no step lacks one. While another request computes
@@ -124,24 +123,34 @@ class Server:
             try:
                 await request.done
             finally:
-                self.running.remove(request)
+                self.end(request)
         return request.tokens[len(prompt) :]
+
+    def end(self, request: Request, error: Exception | None = None) -> None:
+        """Compute a request no more, and wake its client if that has not left."""
+        if request in self.running:
+            self.running.remove(request)
+        if request.done.done():
+            return
+        if error is None:
+            request.done.set_result(None)
+        else:
+            request.done.set_exception(error)
 
     async def run(self) -> None:
         """Compute steps until the task is cancelled."""
         while True:
-            await self.arrived.wait()
-            batch = [request for request in self.running if not request.done.done()]
+            if not self.running:
+                self.arrived.clear()
+                await self.arrived.wait()
+            batch = list(self.running)
             try:
                 await self.step(batch)
             except Exception as error:  # of the model, or of a copy: fails these requests only
                 for request in batch:
-                    with suppress(asyncio.InvalidStateError):
-                        request.done.set_exception(RuntimeError(f"the step failed: {error}"))
+                    self.end(request, RuntimeError(f"the step failed: {error!r}"))
             finally:
                 self.engine.step()  # copies to host memory start now
-            if not self.running:
-                self.arrived.clear()
 
     async def step(self, batch: list[Request]) -> None:
         leases = self.engine.batch([request.lease for request in batch])
@@ -152,8 +161,8 @@ class Server:
         for request, token in zip(batch, tokens, strict=True):
             request.computed = len(request.tokens)
             request.tokens.append(token)
-            if len(request.tokens) == request.stop and not request.done.done():
-                request.done.set_result(None)
+            if len(request.tokens) == request.stop:
+                self.end(request)
 
 
 def answer_without_cache(model: Model, prompt: list[int], max_tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from aiokv.base.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     from vllm.v1.core.block_pool import BlockPool
@@ -58,7 +58,7 @@ class VllmBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    block_ids: frozenset[int]
+    block_ids: Sequence[int]
     step: int  # this step uses the blocks until it ends
     idle: Future[None] | None  # done when transfers no longer use the blocks
 
@@ -77,7 +77,7 @@ class FreedBlocks:
         self._uses: list[_Use] = []
         self._ended_step = 0
 
-    def add(self, block_ids: Iterable[int], step: int, idle: Future[None] | None) -> None:
+    def add(self, block_ids: Sequence[int], step: int, idle: Future[None] | None) -> None:
         """Note freed blocks.
 
         Args:
@@ -85,7 +85,7 @@ class FreedBlocks:
             step: the last step that computes with them.
             idle: a future that is done when no transfer reads or writes them; None if that holds.
         """
-        use = _Use(frozenset(block_ids), step, idle)
+        use = _Use(block_ids, step, idle)
         if use.block_ids and not use.is_over(self._ended_step):
             self._uses.append(use)
 
@@ -108,7 +108,7 @@ class FreedBlocks:
         return [
             use.idle
             for use in self._uses
-            if use.idle is not None and not use.idle.done() and not use.block_ids.isdisjoint(wanted)
+            if use.idle is not None and not use.idle.done() and not wanted.isdisjoint(use.block_ids)
         ]
 
     def step_with(self, block_ids: Iterable[int]) -> int:
@@ -117,7 +117,7 @@ class FreedBlocks:
         if not self._uses:
             return 0
         wanted = set(block_ids)
-        steps = (use.step for use in self._uses if not use.block_ids.isdisjoint(wanted))
+        steps = (use.step for use in self._uses if not wanted.isdisjoint(use.block_ids))
         return max((step for step in steps if step > self._ended_step), default=0)
 
     def are_used(self, block_ids: Iterable[int]) -> bool:
@@ -126,7 +126,7 @@ class FreedBlocks:
         if not self._uses:
             return False
         wanted = set(block_ids)
-        return any(not use.block_ids.isdisjoint(wanted) for use in self._uses)
+        return any(not wanted.isdisjoint(use.block_ids) for use in self._uses)
 
     def _forget(self) -> None:
         if self._uses:

@@ -9,7 +9,7 @@ from aiokv.base.logs import Log
 from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     from vllm.distributed.kv_events import KVCacheEvent
@@ -110,17 +110,29 @@ class HostCache:
             self._failure = error
             log.error("vllm.cache_failed", error=str(error))
 
-    def release_and_watch(self, lease: SyncLease) -> Future[None] | None:
-        """Release a lease.
+    def release_and_watch(
+        self, leases: Sequence[SyncLease], calls: Calls | None = None
+    ) -> list[Future[None] | None]:
+        """Release leases, in the crossing of other calls.
+
+        Args:
+            leases: leases to release.
+            calls: calls to make before, if any; they are run.
 
         Returns:
-            A future that is done when no transfer uses its blocks; None if that holds.
+            Per lease, a future that is done when no transfer uses its blocks; None if that holds.
         """
-        calls = self._engine.calls()
-        calls.release(lease)
-        idle = calls.idle(lease)
-        calls.run(raise_errors=False)
-        return None if idle.done() else idle
+        calls = self.calls() if calls is None else calls
+        for lease in leases:
+            calls.release(lease)
+        answers = [calls.is_idle(lease) for lease in leases]
+        self.run(calls)
+        futures: list[Future[None] | None] = [None] * len(leases)
+        if any(answer.error is None and not answer.value for answer in answers):
+            calls = self.calls()
+            futures = [calls.idle(lease) for lease in leases]
+            self.run(calls)
+        return futures
 
     def wait_idle(self, idle: Future[None], timeout: float) -> None:
         """Block the calling thread until the transfers of a released lease have ended.

@@ -7,10 +7,14 @@ found here by its presence, not by the number of the version.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from aiokv.base.logs import Log
@@ -19,8 +23,7 @@ from aiokv.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from vllm.config import CacheConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
@@ -65,6 +68,28 @@ def announces_sleep() -> bool:
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
+def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """Return the number of layers per stage of pipeline parallelism."""
+    num_layers = model.get_total_num_hidden_layers()
+    size = parallel.pipeline_parallel_size
+    ranges = (get_pp_indices(num_layers, stage, size) for stage in range(size))
+    return [end - first for first, end in ranges]
+
+
+def fits_one_node(parallel: ParallelConfig) -> bool:
+    """Return False if Ray's placement group has no node for all ranks.
+
+    Without a placement group, which Ray makes before vLLM makes the connector, return True.
+    """
+    group = parallel.placement_group
+    if group is None:
+        return True
+    from ray.util import placement_group_table
+
+    nodes = Counter(placement_group_table(group)["bundles_to_node_id"].values())
+    return max(nodes.values()) >= int(parallel.world_size)
+
+
 def is_non_causal(spec: KVCacheSpec) -> bool:
     """Return True for layers whose KV depends on later tokens; vLLM has them since 0.27."""
     return bool(getattr(spec, "non_causal", False))
@@ -89,9 +114,11 @@ CAN_FAIL_REQUESTS: Final = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """True if vLLM computes a request again whose load has failed, with any number of groups (0.30)."""
 
 
-CAN_LOAD_STATES: Final = _release_of(vllm.__version__) >= (0, 32)
-"""True if vLLM says which blocks have recurrent state at the end of a block. Under random loads,
-0.27.1 computed wrong tokens behind states that were loaded.
+CAN_LOAD_STATES: Final = "kv_connector_block_state" in {
+    field.name for field in fields(SchedulerOutput)
+}
+"""True if vLLM says which blocks have recurrent state at the end of a block (0.32). Under random
+loads, 0.27.1 computed wrong tokens behind states that were loaded.
 """
 
 CAN_EXTEND_HITS: Final = hasattr(SingleTypeKVCacheManager, "add_local_computed_blocks")
@@ -99,17 +126,16 @@ CAN_EXTEND_HITS: Final = hasattr(SingleTypeKVCacheManager, "add_local_computed_b
 (0.27). Older versions may allocate the same block for two groups of a request (vLLM's issue 33775).
 """
 
-KEEPS_READ_BLOCKS: Final = _release_of(vllm.__version__) >= (0, 27)
-"""True if vLLM frees no block of a window that a step in flight reads."""
-
 
 def tokens_in_flight(request: Request) -> int:
     """Return the positions of steps that were scheduled and have not ended.
 
+    Since 0.27, vLLM frees no block of a window that such a step reads.
+
     Returns:
-        0 without ``KEEPS_READ_BLOCKS``.
+        0 for older versions, which do not count them.
     """
-    return int(request.num_in_flight_tokens) if KEEPS_READ_BLOCKS else 0
+    return int(getattr(request, "num_in_flight_tokens", 0))
 
 
 def boundary_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, int]]]:

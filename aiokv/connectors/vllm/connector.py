@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-# Shortest time between two reports of a worker. The first loads after a pause are reported at once.
+# Shortest time between two reports of a worker. The first loads after a pause are reported at once,
+# and so are those before a pause.
 REPORT_SECONDS: Final = 1.0
 
 
@@ -94,6 +95,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             self._counts = EngineCounts()
         self._reported = self._reported_loads = -REPORT_SECONDS
+        self._is_pausing = False  # the worker's step computes nothing
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -122,8 +124,10 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Note the loads of this step."""
+        message = self._message
+        self._is_pausing = message.is_empty
         self._half_of_worker.begin(
-            self._message,
+            message,
             # vLLM calls wait_for_layer_load only between the pieces of a graph, and a batch in two
             # halves has one stream per half. A runner may call this method before it chooses a
             # graph; there is no attention metadata then. The layers of a draft model are computed
@@ -267,7 +271,8 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return ConnectorStatistics(counts)
         now = time.monotonic()
         has_loads = self._half_of_worker.has_counts
-        if now - (self._reported_loads if has_loads else self._reported) < REPORT_SECONDS:
+        is_early = now - (self._reported_loads if has_loads else self._reported) < REPORT_SECONDS
+        if is_early and not (has_loads and self._is_pausing):
             return None
         self._reported = now
         if has_loads:
@@ -322,6 +327,21 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             "distributed_executor_backend is 'external_launcher'; AiokvConnector needs one "
             "scheduler for all ranks",
             hint="drop --distributed-executor-backend",
+        )
+    if parallel.distributed_executor_backend == "ray" and not compat.fits_one_node(parallel):
+        raise ConfigError(
+            f"Ray has placed the {parallel.world_size} ranks on several nodes; AiokvConnector "
+            "serves ranks of one node only",
+            hint="let tensor_parallel_size times pipeline_parallel_size be at most the number of "
+            "GPUs of a node; use data parallelism over nodes",
+        )
+    stages = compat.layers_of_stages(vllm_config.model_config, parallel)
+    if len(set(stages)) > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size {parallel.pipeline_parallel_size} divides the model into "
+            f"stages of {stages} layers; AiokvConnector serves stages of equal size",
+            hint="choose a pipeline_parallel_size that divides the number of layers, do not set "
+            "VLLM_PP_LAYER_PARTITION, or use tensor parallelism",
         )
     if vllm_config.model_config.enable_sleep_mode and not compat.announces_sleep():
         raise ConfigError(

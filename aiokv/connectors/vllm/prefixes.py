@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 from vllm import envs
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
 
 from aiokv.connectors.vllm import compat
+from aiokv.connectors.vllm.groups import specs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Models whose KV of generated tokens depends on more than the tokens before them.
 _WINDOWED_OUTPUT: Final = ("UnlimitedOCRForCausalLM",)
@@ -44,20 +42,9 @@ def why_prefixes_are_forbidden(
         return "MLA on this CPU ignores a cached prefix"
     if model.architecture in _WINDOWED_OUTPUT:
         return f"{model.architecture} computes the KV of generated tokens with a window"
-    specs = list(_specs_of(kv_cache_config))
+    specs = (spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group))
     if any(compat.is_non_causal(spec) for spec in specs):
         return "the model has attention layers that are not causal"
-    if is_off and any(isinstance(spec, MambaSpec) for spec in specs):
-        return "without vLLM's prefix caching, recurrent states are not kept at block boundaries"
     if is_off and envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT is set, and vLLM's prefix caching is off"
     return None
-
-
-def _specs_of(kv_cache_config: KVCacheConfig) -> Iterator[KVCacheSpec]:
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            yield from spec.kv_cache_specs.values()
-        else:
-            yield spec

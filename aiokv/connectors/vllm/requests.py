@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import numpy as np
-
 from aiokv.base import checks
 from aiokv.base.logs import Log
 from aiokv.base.types import Item
@@ -14,7 +12,6 @@ from aiokv.connectors.vllm.groups import BlockTables
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from vllm.v1.request import Request
 
     from aiokv.sync import SyncLease
@@ -64,19 +61,22 @@ class Parameters:
         return parameters
 
     @classmethod
-    def of(cls, request: Request) -> Self:
+    def of(cls, request: Request) -> Parameters:
         """Return the wishes of a request of vLLM; neither read nor write if they are wrong.
 
         A connector cannot refuse a request: an exception would end the server.
         """
         values = (request.kv_transfer_params or {}).get(PARAMETERS)
         if values is None:
-            return cls()
+            return NO_WISHES
         try:
             return cls.parse(values)
         except UsageError as error:
             log.warning("vllm.wrong_parameters", request=request.request_id, error=str(error))
             return cls(read=False, write=False)
+
+
+NO_WISHES: Final = Parameters()
 
 
 @dataclass(slots=True)
@@ -170,11 +170,6 @@ class CachedRequest:
             return 1
         loaded = 0 if self.onload is None else self.onload.end
         return int(max(self.request.num_tokens - max(self.computed, self.local, loaded), 0))
-
-
-def prompt_of(request: Request) -> NDArray[np.int32]:
-    """Return the prompt tokens of a request, and then its generated tokens."""
-    return np.array(request.all_token_ids[:], dtype=np.int32)
 
 
 def names_of(request: Request) -> dict[str, Any]:

@@ -22,8 +22,6 @@ import time
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-
 from aiokv.base.logs import Log
 from aiokv.connectors.prefills import PrefillClock
 from aiokv.connectors.vllm import compat
@@ -36,7 +34,6 @@ from aiokv.connectors.vllm.requests import (
     Parameters,
     is_cacheable,
     names_of,
-    prompt_of,
 )
 from aiokv.errors import BrokenEngineError
 
@@ -206,7 +203,7 @@ class SchedulerHalf:
         if not (read or wishes.write) or not self._serves(request):
             return cached
         cached.matched_at = time.monotonic()
-        tokens = prompt_of(request)
+        tokens = request.all_token_ids[:]  # the prompt, and then generated tokens
         calls = self._cache.calls()
         lease = calls.match(
             tokens,
@@ -237,7 +234,7 @@ class SchedulerHalf:
             if future is not None:
                 self._wait_for_decision(future)
         else:
-            self._cache.release_and_watch(lease)
+            self._cache.release_and_watch([lease])
         return cached
 
     def _serves(self, request: Request) -> bool:
@@ -416,7 +413,9 @@ class SchedulerHalf:
         self._begin_or_defer()
         if not any(load.in_step for load in self._loads):  # the step would wait for them
             self._prefills.begin(self._step, _prompt_tokens(output))
-        message = StepMetadata(self._step, self._loads)
+        message = StepMetadata(
+            self._step, self._loads, is_empty=not output.total_num_scheduled_tokens
+        )
         self._loads = []
         self._swept = False
         self._queued = None
@@ -526,7 +525,8 @@ class SchedulerHalf:
                 # rejected.
                 cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
                 ended[cached.request_id] = cached
-        self._commit(ended.values(), event, prefill)
+        if ended or self._finishing or self._cache.closes_steps_on_ranks:
+            self._commit(ended.values(), event, prefill)
         self._freed.note_ended(step)
 
     def _commit(
@@ -557,21 +557,16 @@ class SchedulerHalf:
             if cached.saving and cached.lease is not None
         ]
         finished, self._finishing = self._finishing, []
-        released = []
+        released = [(cached, cached.lease) for cached in finished if cached.lease is not None]
         for cached in finished:
-            lease, cached.lease = cached.lease, None
-            if lease is not None:
-                calls.release(lease)
-                released.append((cached, calls.idle(lease)))
-        if len(calls):
-            self._cache.run(calls)
+            cached.lease = None
+        futures = self._cache.release_and_watch([lease for _, lease in released], calls)
         for cached, idle in saving:
             self._freed.add(cached.saving, 0, idle)
             cached.saving = []
         self._note_commits(committed)
-        for cached, idle in released:
-            if not idle.done():
-                self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
+        for (cached, _), future in zip(released, futures, strict=True):
+            self._freed.add(cached.tables.ids(0, cached.assigned), 0, future)
 
     def _advance(self, cached: CachedRequest) -> int:
         """Return the number of blocks to commit; set ``due`` of a request that decodes."""
@@ -608,7 +603,7 @@ class SchedulerHalf:
         answers: list[Answer[Any]] = []
         if end > cached.known_tokens:
             tokens = cached.request.all_token_ids[cached.known_tokens : end]
-            answers.append(calls.append(lease, np.array(tokens, dtype=np.int32)))
+            answers.append(calls.append(lease, tokens))
         if blocks > cached.assigned:
             ids = cached.table[cached.assigned : blocks]
             computed = 0 if cached.assigned else end  # nothing is left to load
@@ -681,9 +676,8 @@ class SchedulerHalf:
             cached.granting = None
         if lease is None:
             return
-        idle: Future[None] | None = self._cache.release_and_watch(lease)
-        if idle is not None:
-            self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
+        (idle,) = self._cache.release_and_watch([lease])
+        self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
 
     def _follow_reset(self) -> None:
         """Forget all blocks after vLLM has emptied its cache: the weights may have changed."""
@@ -748,6 +742,8 @@ class _Record(NamedTuple):
 def _prompt_tokens(output: SchedulerOutput) -> int:
     """Return the number of tokens of a step that no request has generated or drafted."""
     drafts = output.scheduled_spec_decode_tokens
+    if not drafts and output.total_num_scheduled_tokens == len(output.num_scheduled_tokens):
+        return 0  # all requests decode: no loop over them
     return sum(
         num_tokens
         for request_id, num_tokens in output.num_scheduled_tokens.items()

@@ -211,7 +211,7 @@ class WorkerHalf:
 
         Args:
             ended: requests that have ended since the last call. Their loads may fail, because the
-                engine gives up copies that nobody waits for.
+                engine cancels the copies of a lease that was released.
 
         Raises:
             TransferError: a load has failed, and this version of vLLM cannot compute the request

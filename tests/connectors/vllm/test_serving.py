@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import stat
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -1024,7 +1025,7 @@ def test_blocks_that_vllm_allocates_after_the_message_are_loaded(
 def test_reports_of_a_worker_have_an_interval(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server()
+    server = make_server({"load": "layerwise"})
     tokens = evicted_prompt(server, 1)
     clock = SimpleNamespace(now=1e9)
     monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -1037,11 +1038,14 @@ def test_reports_of_a_worker_have_an_interval(
     server.run()
     assert server.statistics.reduce()["loaded_blocks"] == before + 10  # the first loads: at once
     assert server.scheduler.kv_cache_manager.reset_prefix_cache()
-    server.add("c", tokens, 1)
-    server.run()
+    server.add("c", tokens, 8)
+    while len(server.scheduler.requests["c"].output_token_ids) < 4:
+        server.step()
     assert server.statistics.reduce()["loaded_blocks"] == before + 10
+    server.run()
+    assert server.statistics.reduce()["loaded_blocks"] == before + 20  # before a pause: at once
     clock.now += 1.0
-    assert worker_of.get_kv_connector_stats().data["loaded_blocks"] == 10
+    assert worker_of.get_kv_connector_stats().data["loaded_blocks"] == 0
 
 
 def test_reset_forgets_host_memory(make_server: MakeServer) -> None:
@@ -1426,6 +1430,37 @@ def test_stored_blocks_are_found_with_the_same_model_only() -> None:
         _model_name(plain, dtype="float16"),
     ]
     assert len({name, *others}) == 5
+
+
+def test_unequal_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config(extra=HOST, num_stages=2)
+    _check(config)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", f"{len(LAYER_NAMES)},0")
+    with pytest.raises(ConfigError, match=rf"stages of \[{len(LAYER_NAMES)}, 0\] layers"):
+        _check(config)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_served"),
+    [(["a", "a"], True), (["a", "b"], False), (["b", "a", "b"], True)],
+    ids=str,
+)
+def test_ranks_of_ray_on_several_nodes_are_refused(
+    nodes: list[str], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"bundles_to_node_id": dict(enumerate(nodes))}
+    ray = SimpleNamespace(placement_group_table=lambda group: table)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=ray))
+    monkeypatch.setitem(sys.modules, "ray.util", ray)
+    config = vllm_config(extra=HOST, num_ranks=2)
+    config.parallel_config.distributed_executor_backend = "ray"
+    _check(config)  # there is no placement group
+    config.parallel_config.placement_group = SimpleNamespace()
+    if is_served:
+        _check(config)
+    else:
+        with pytest.raises(ConfigError, match="Ray has placed the 2 ranks on several nodes"):
+            _check(config)
 
 
 def test_configuration_that_is_not_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
