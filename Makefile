@@ -53,10 +53,10 @@ test: $(STAMP) $(VENV)/.group-test test-native ## native and Python tests, on al
 # Unit tests, text checks, and of each folder with engines, peers, ranks and stores the tests that
 # reach most code per second.
 FAST_TESTS := tests/unit tests/docs tests/sync/test_calls.py tests/sync/test_futures.py \
-	$(addprefix tests/integration/test_,$(addsuffix .py,can_allocate cancellation engine fork host_state \
-	host_windows lines misuse pins preemption readme state stores strict transitions verify windows)) \
-	$(addprefix tests/property/test_,$(addsuffix .py,core_walks determinism external_engine_walks \
-	pool_properties state_slots)) \
+	$(addprefix tests/integration/test_,$(addsuffix .py,can_allocate cancellation engine external_control \
+	external_device external_failures external_groups external_ids fork host_state host_windows lines misuse \
+	pins preemption readme state stores strict transitions verify windows)) \
+	$(addprefix tests/property/test_,$(addsuffix .py,core_walks determinism pool_properties)) \
 	$(addprefix tests/peers/test_,$(addsuffix .py,acceptance frames handshake peer_layouts ring wire \
 	wire_authentication wire_liveness)) \
 	$(addprefix tests/ranks/test_,$(addsuffix .py,misuse onload protocol reduce)) \

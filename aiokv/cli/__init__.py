@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Each command is a module of this package with add_parser(subparsers) and run(args) -> int.
 COMMANDS = (
+    "completion",
     "config",
     "demo",
     "doctor",
@@ -42,11 +43,22 @@ class Parser(argparse.ArgumentParser):
             options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options | {"allow_abbrev": False})
         self.add_argument(
+            "-V", "--version", action=_Version, nargs=0, help="print the version and exit"
+        )
+        self.add_argument(
             "--log-level",
             default=argparse.SUPPRESS,  # a command without the option keeps the value before it
             choices=("debug", "info", "warning", "error"),
             help="least severe log line to print on stderr (default: warning)",
         )
+
+    def arguments(self) -> Iterator[argparse.Action]:
+        """Yield the arguments and options of the command and of all its subcommands."""
+        for action in self._actions:
+            yield action
+            if isinstance(action.choices, dict):  # of subcommands
+                for parser in action.choices.values():
+                    yield from parser.arguments()
 
 
 def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | None = None) -> int:
@@ -63,7 +75,7 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | 
     open_standard_streams()
     try:
         with sigterm_raises():
-            return _run(argv, (make_parser or _make_parser)())
+            return _run(argv, (make_parser or command_parser)())
     except Terminated:
         print("aiokv: terminated", file=sys.stderr)
         return EXIT_TERMINATED
@@ -118,11 +130,9 @@ def new_parser(prog: str, description: str, epilog: str | None = None) -> Parser
     return parser
 
 
-def _make_parser() -> Parser:
+def command_parser() -> Parser:
+    """Return the parser of ``aiokv`` with all its commands."""
     parser = new_parser("aiokv", "Asyncio event-driven KV-cache engine for LLM serving.")
-    parser.add_argument(
-        "-V", "--version", action=_Version, nargs=0, help="print the version and exit"
-    )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command, module in _command_modules():
         module.add_parser(subparsers)

@@ -39,6 +39,27 @@ def import_paddle() -> Any:
     return paddle
 
 
+def recorded_event() -> Any:
+    """Return a new CUDA event, recorded on Paddle's current stream of this thread.
+
+    It is one of CuPy, because events of Paddle 2.6 have no handle.
+
+    Raises:
+        UsageError: Paddle or CuPy is not installed.
+    """
+    stream = import_paddle().device.cuda.current_stream()
+    try:
+        import cupy
+    except ImportError as error:
+        raise UsageError(
+            f"import cupy failed: {error}", hint="install aiokv's extra cuda12 or cuda13"
+        ) from error
+    event = cupy.cuda.Event(disable_timing=True)
+    handle = getattr(stream, "stream_base", stream).cuda_stream
+    event.record(cupy.cuda.ExternalStream(handle))
+    return event
+
+
 def add_region(
     regions: Regions,
     name: str,

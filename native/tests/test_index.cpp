@@ -624,6 +624,65 @@ TEST(reset_leaves_leases_and_transfers_their_blocks) {  // I8
     CHECK_EQ(cache.core.statistics().host_free, 6u);
 }
 
+TEST(a_reset_without_leases_frees_all_blocks) {  // I8
+    Cache cache(64, 64);
+    for (int round = 0; round < 3; ++round) {
+        cache.to_host({1, 2, 3, 4});
+        for (const std::int32_t child : {5, 6, 7}) cache.release(cache.serve({8, 9, child, 0, 1}));
+        cache.complete(cache.core.take_backups(), Outcome::kDone);
+        cache.release(cache.serve({8, 9, 8, 0, 1}));  // on the device only
+        const Hit other = cache.core.match({{1, 2, 3}}, "other");
+        cache.allocate(other.lease, 3);
+        cache.core.commit(other.lease, 3, 0);
+        cache.release(other.lease);
+        const std::uint32_t blocks = cache.core.statistics().nodes - 2;  // without the roots
+        const std::uint64_t before = cache.core.statistics().dropped_blocks;
+
+        cache.core.reset();
+        cache.check();
+        CHECK_EQ(cache.core.statistics().dropped_blocks - before, blocks);
+        CHECK_EQ(cache.core.statistics().nodes, 1u);  // the root of the open context
+        CHECK_EQ(cache.core.statistics().evictable_blocks, 0u);
+        CHECK_EQ(cache.core.statistics().device_free, 64u);
+        CHECK_EQ(cache.core.statistics().host_free, 64u);
+        const LeaseId lease = cache.serve({1, 2, 3, 4, 5});
+        CHECK_EQ(cache.device_hit + cache.host_hit, 0u);
+        CHECK(cache.core.lease(lease).table == range(0, 3));
+        cache.release(lease);
+    }
+}
+
+TEST(a_reset_leaves_a_transfer_its_blocks) {  // I8
+    Cache cache(8, 8);
+    cache.release(cache.serve({1, 2, 3, 4}));
+    const TransferId save = cache.core.take_backups();
+    cache.core.reset();
+    cache.check();
+    CHECK_EQ(cache.core.statistics().host_free, 6u);
+    const LeaseId lease = cache.serve({1, 2, 3, 4, 5, 6});
+    CHECK_EQ(cache.device_hit, 0u);
+    CHECK(cache.core.lease(lease).table == range(2, 5));
+    cache.complete(save, Outcome::kDone);
+    cache.release(lease);
+    cache.core.reset();
+    cache.check();
+    CHECK_EQ(cache.core.statistics().device_free, 8u);
+    CHECK_EQ(cache.core.statistics().host_free, 8u);
+}
+
+TEST(a_detached_block_has_no_children) {
+    PrefixTree tree(2, 8, 0);
+    std::vector<NodeId> path;
+    const std::vector<std::int32_t> tokens{1, 2, 3, 4, 5, 6};
+    tree.add_chain(tree.add_root(), tokens.data(), {}, 3, path);
+    CHECK_EQ(tree.only_child(path[0]), path[1]);
+    tree[path[0]].set(kDetached);
+    CHECK_EQ(tree.children(path[0]), 0u);
+    CHECK_EQ(tree.only_child(path[1]), path[2]);
+    tree.split_after(path[0]);
+    CHECK_EQ(tree.children(path[0]), 0u);
+}
+
 TEST(reset_frees_the_unused_blocks_of_both_tiers_and_of_unfinished_steps) {  // I8
     Cache cache(64, 64);
     const auto prompt = [](std::int32_t first) {

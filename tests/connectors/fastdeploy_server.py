@@ -492,6 +492,7 @@ class Server:
             "regions": regions_of(layers),
             "device": device,
             "verify": "off" if device else "checksum",
+            "waits_for_onloads": kind != "v1",
             **(cache_options or {}),
         }
         if kind == "v1":

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from aiokv.connectors.fastdeploy import LayerSwapTimeoutError, prefix
+from aiokv.connectors.fastdeploy import LayerSwapTimeoutError
+from aiokv.connectors.fastdeploy import manager as manager_module
 from aiokv.errors import TransferError, UsageError
 from aiokv.testing import ScriptedDevice
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -180,6 +181,26 @@ def test_failed_onload_reaches_worker_and_scheduler():
         assert retried.output_token_ids == outputs_of(retried)
 
 
+def test_request_whose_onload_fails_is_computed_again():
+    """A manager that waits for onloads tells the worker of none that fails."""
+    device = ScriptedDevice()
+    device.fail("onload", copy=0, layer=1, block=1)
+    options = {"waits_for_onloads": True}
+    with Server(6, 12, device, cache_options=options, write_policy="write_through") as server:
+        scheduler = server.scheduler
+        tokens = prompt(1, 13)
+        for request in (Request("a", tokens, 1), Request("b", prompt(2, 21), 1)):
+            scheduler.add(request)
+            scheduler.run()
+            server.drain()
+        again = Request("c", tokens, 9)
+        scheduler.add(again)
+        scheduler.run()
+        assert again.output_token_ids == outputs_of(again)
+        assert again.num_cached_tokens == BLOCK, "the block before the failure has arrived"
+        assert server.manager.metrics.matched_token_num == BLOCK
+
+
 def test_failed_onload_reaches_a_worker_that_gets_the_batch_late():
     """The scheduler has begun other onloads meanwhile."""
     device = ScriptedDevice()
@@ -241,7 +262,7 @@ def test_layer_that_does_not_arrive_in_time_is_a_timeout():
 @pytest.mark.parametrize("kind", ["v1", "v0"])
 def test_two_ranks_compute_while_the_next_batch_is_scheduled(kind, policy, tmp_path, monkeypatch):
     # An onload that waits for the end of the present step cannot end during schedule().
-    monkeypatch.setattr(prefix, "ONLOAD_SECONDS", 1000.0)
+    monkeypatch.setattr(manager_module, "ONLOAD_SECONDS", 1000.0)
     choose = random.Random(policy)
     with Cluster(tmp_path, 14, 40, kind, write_policy=policy, batch_tokens=16) as cluster:
         requests = [

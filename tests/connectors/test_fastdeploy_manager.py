@@ -11,6 +11,7 @@ import pytest
 
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
+    CacheController,
     CacheManager,
     CacheMetrics,
     CacheSwapMetadata,
@@ -20,6 +21,7 @@ from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_requests import count_crossings, opened, prompt, serve, start
 from tests.connectors.fastdeploy_server import (
     BLOCK,
+    Backend,
     Request,
     fd_config,
 )
@@ -58,6 +60,61 @@ def test_b12_5_metrics_count_hits_by_tier():
         assert manager.metrics.total_gpu_matched_token_num == 12
         assert manager.gauges()["hit_token_rate"] == 12 / 28
     assert CacheMetrics().hit_token_ratio == 0.0
+
+
+def test_hit_rates_reach_the_gauges_of_fastdeploy(monkeypatch):
+    sets: list[tuple[str, float]] = []
+
+    class Gauge:
+        def __init__(self, name: str) -> None:
+            self.set = lambda value: sets.append((name, value))
+
+    class Metrics:
+        def __getattr__(self, name: str) -> Gauge:
+            return Gauge(name)
+
+    metrics = SimpleNamespace(main_process_metrics=Metrics())
+    monkeypatch.setitem(sys.modules, "fastdeploy.metrics.metrics", metrics)
+    with opened(8) as manager:
+        manager.issue_pending_backup_to_batch_request()
+        assert sets == []
+        serve(manager, "a", prompt(1, 2))
+        serve(manager, "b", prompt(1, 2))
+        manager.issue_pending_backup_to_batch_request()
+        published = len(sets)
+        assert dict(sets) == {
+            "hit_req_rate": 0.5,
+            "hit_token_rate": 0.25,
+            "gpu_hit_token_rate": 0.25,
+            "cpu_hit_token_rate": 0.0,
+        }
+        manager.issue_pending_backup_to_batch_request()
+        assert len(sets) == published
+
+
+def test_manager_and_worker_find_the_same_socket(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    config = fd_config(8)
+    with pytest.raises(ConfigError, match="local_engine_worker_queue_port"):
+        CacheManager.for_workers(config, 1)
+    config.parallel_config = SimpleNamespace(local_engine_worker_queue_port=6_001)
+    paddle = SimpleNamespace(is_compiled_with_cuda=lambda: False)
+    monkeypatch.setitem(sys.modules, "paddle", paddle)
+    manager = CacheManager.for_workers(config, 1, reserve_blocks=1)
+    controller = CacheController.for_worker(config, 0, 0)
+    controller.initialize_kv_cache(Backend(), 8)
+    try:
+        manager.open()
+        assert manager.engine.config.reserve_blocks == 1
+        controller.wait_ready(PATIENCE_SECONDS)
+        (socket,) = tmp_path.glob("*/*.sock")
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        manager.close()
+        controller.stop()
+    config.nnode = 2
+    with pytest.raises(ConfigError, match="nnode is 2"):
+        CacheManager.for_workers(config, 16)
 
 
 def test_b4_18_there_is_no_queue_of_backups():

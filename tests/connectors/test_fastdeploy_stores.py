@@ -13,6 +13,7 @@ from aiokv.connectors.fastdeploy.stores import model_name, stores_of
 from aiokv.engine.engine import CacheEngine
 from aiokv.errors import ConfigError
 from aiokv.ranks import RankGroup
+from aiokv.stores import StoreUse
 from aiokv.testing import ScriptedStore
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_requests import opened, prompt
@@ -27,7 +28,8 @@ from tests.connectors.fastdeploy_server import (
 
 
 def stored(store: ScriptedStore, **options) -> dict:
-    return {"stores": [store], "model": "test", "store_policy": "write_through", **options}
+    use = StoreUse(store, deadline_seconds=10 * PATIENCE_SECONDS)
+    return {"stores": [use], "model": "test", "store_policy": "write_through", **options}
 
 
 def serve(store: ScriptedStore, kind: str = "v1", **options) -> list[Request]:
@@ -62,20 +64,20 @@ def test_request_waits_for_stores_until_the_deadline_only():
     assert [request.num_cached_tokens for request in late] == [0, 0, 0]
 
 
-def test_blocks_that_the_model_computes_sooner_are_not_fetched():
+def test_request_does_not_wait_for_blocks_that_the_model_computes_sooner():
     store = ScriptedStore()
     serve(store)
-    store.calls.clear()
-    options = {"prefill_tokens_per_second": 1e9, "store_wait_seconds": PATIENCE_SECONDS}
-    store.delay("load", seconds=0.001)
-    serve(store, **options)  # measures the store
-    loads = store.calls["load"]
-    assert loads
-    requests = [Request(f"r{i}", prompt(i, 3, more=1), 2) for i in range(3)]
-    with opened(24, 24, stored(store, **options, regions=regions_of(tensors(24)))) as manager:
-        for request in requests:
-            manager.prefetch_storage(request).result(PATIENCE_SECONDS)
-        assert manager.engine.statistics().requests.declined_fetches
+    store.hold("load")
+    options = stored(
+        store,
+        prefill_tokens_per_second=1e9,
+        store_wait_seconds=10 * PATIENCE_SECONDS,
+        regions=regions_of(tensors(24)),
+    )
+    with opened(24, 24, options) as manager:
+        request = Request("r0", prompt(0, 3, more=1), 2)
+        assert manager.prefetch_storage(request).result(PATIENCE_SECONDS).total == 0
+        store.end_script()
 
 
 def test_failing_store_delays_no_request():

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.docs import llms
+from tests.harness.browser import CHROMIUM
 from tests.harness.patience import PROGRAM_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -78,19 +79,46 @@ def test_roles_become_links_to_the_names_that_they_mean(tmp_path):
     assert module["Lease.release"].docstring.value == f"Ends {link('cache.Lease.ids', 'ids')}."
 
 
-@needs_mkdocs
-@pytest.mark.slow
-def test_the_site_has_no_raw_roles_and_no_broken_links(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
     subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
         check=True,
         cwd=ROOT,
         timeout=PROGRAM_SECONDS,
     )
-    pages = list((tmp_path / "reference/api").rglob("*.html"))
+    return folder
+
+
+@needs_mkdocs
+@pytest.mark.slow
+def test_the_site_has_no_raw_roles_and_no_broken_links(site):
+    pages = list((site / "reference/api").rglob("*.html"))
     assert len(pages) > 10
     assert [
         page for page in pages if re.search(r":(class|meth|func|attr):", page.read_text())
     ] == []
-    assert (tmp_path / "llms.txt").exists()
-    assert not (tmp_path / "site_roles.py").exists()
+    assert (site / "llms.txt").exists()
+    assert not (site / "site_roles.py").exists()
+
+
+@needs_mkdocs
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: make services")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_page_of_the_site_is_wider_than_the_window(site, width):
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    wide = {}
+    with playwright.sync_playwright() as tools:
+        browser = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        pages = sorted(site.rglob("index.html"))
+        assert len(pages) > 40
+        for path in pages:
+            page.goto(path.as_uri())
+            if (found := page.evaluate("document.scrollingElement.scrollWidth")) > width:
+                wide[path.relative_to(site).as_posix()] = found
+        browser.close()
+    assert wide == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from aiokv import CacheConfig, CacheEngine, WindowGroup
 from aiokv.observe.asgi import asgi
 from aiokv.testing import ScriptedStore
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.browser import CHROMIUM
 from tests.harness.patience import STORE_OPTIONS
 from tests.harness.served import Served, begin
 from tests.peers.engines import Side, prompt
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[2]
 LAPTOP = {"width": 1366, "height": 768}
 PHONE = {"width": 390, "height": 844}
@@ -411,6 +410,8 @@ async def test_the_page_fits_its_window_under_load(size, scheme, monkeypatch):
         assert await page.evaluate("document.scrollingElement.scrollWidth") == size["width"]
         assert await page.evaluate(BEYOND) == []
         assert await page.evaluate(OVERLAPPING) == []
+        owner = await page.locator("#running td").first.bounding_box()
+        assert owner["width"] >= 100
         assert await page.evaluate(VISIBLE_ROWS, "running") >= 8
         assert await page.evaluate(VISIBLE_ROWS, "waiting") >= 8
         assert await watched.text("#waiting-note") == "200; the first 48 are listed"

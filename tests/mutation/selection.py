@@ -381,6 +381,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "connectors/test_fastdeploy_matches.py",
         "connectors/test_fastdeploy_prefix.py",
         "connectors/test_fastdeploy_stores.py",
+        "connectors/test_fastdeploy_patch.py",
         "connectors/test_fastdeploy_controller.py",
         "connectors/test_fastdeploy.py",
     ),

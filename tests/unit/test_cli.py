@@ -37,10 +37,12 @@ def default_sigterm():
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("flag", ["-V", "--version"])
-def test_version(flag, capsys):
+@pytest.mark.parametrize(
+    "argv", [["-V"], ["--version"], ["replay", "-V"], ["store", "ls", "--version"]]
+)
+def test_version(argv, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main([flag])
+        cli.main(argv)
     assert caught.value.code == 0
     assert capsys.readouterr().out.strip() == f"aiokv {importlib.metadata.version('aiokv')}"
 
@@ -261,7 +263,7 @@ def test_starting_the_command_loads_no_engine_and_no_renderer():
     code = (
         "import sys\n"
         "from aiokv import cli\n"
-        "cli._make_parser()\n"
+        "cli.command_parser()\n"
         "heavy = {'rich', 'structlog', 'uvloop', 'cupy', 'paddle'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )

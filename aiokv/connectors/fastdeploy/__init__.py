@@ -1,29 +1,20 @@
 """aiokv.connectors.fastdeploy: aiokv behind FastDeploy's cache managers.
 
-What changes in FastDeploy, with its cache manager v1 (``ENABLE_V1_KVCACHE_MANAGER=1``):
+What changes in FastDeploy with its cache manager v1 (``ENABLE_V1_KVCACHE_MANAGER=1``) is the patch
+``docs/guide/fastdeploy.patch``:
 
-1. Where the resource manager makes ``self.cache_manager``::
+1. The resource manager makes ``self.cache_manager`` with ``CacheManager.for_workers``.
+2. ``ResourceManagerV1.schedule()`` calls ``issue_pending_backup_to_batch_request`` at its end each
+   time, not only when ``len(batch_request) > 0``.
+3. The loop that calls ``schedule()`` sends a batch that has ``cache_evict_metadata`` to the workers
+   even if it has no requests.
+4. The model runner makes ``self.cache_controller`` with ``CacheController.for_worker``.
+5. ``ResourceManagerV1.add_request()`` calls ``begin_fetch(request)`` at its end.
+6. The loop of the worker process calls ``cache_controller.submit_swap_tasks`` for a batch without
+   requests, too. For a batch with requests, the model runner calls it.
 
-       ranks = RankGroup(tensor_parallel_size, path=socket)
-       self.cache_manager = aiokv.connectors.fastdeploy.CacheManager(config, ranks=ranks)
-
-2. At the end of ``ResourceManagerV1.schedule()``: call ``issue_pending_backup_to_batch_request``
-   each time, not only when ``len(batch_request) > 0``.
-3. In the loop that calls ``schedule()``: send a batch that has ``cache_evict_metadata`` to the
-   workers even if it has no requests.
-4. Where the model runner makes ``self.cache_controller``::
-
-       self.cache_controller = aiokv.connectors.fastdeploy.CacheController(
-           fd_config, local_rank, device_id, path=socket, device="cuda", step_event=record_event
-       )
-
-5. At the end of ``ResourceManagerV1.add_request()``, with stores: call ``begin_fetch(request)``.
-6. In the loop of the worker process: call ``cache_controller.submit_swap_tasks`` for a batch
-   without requests, too. For a batch with requests, the model runner calls it.
-
-``socket`` is the same path on both sides, in a directory of this user. ``record_event`` returns a
-new event, recorded on the stream of the model. FastDeploy's requests and its ``BatchRequest`` stay
-as they are, and so does ``wait_for_layer`` in the attention layers.
+FastDeploy's requests and its ``BatchRequest`` stay as they are, and so does ``wait_for_layer`` in
+the attention layers.
 
 Without cache manager v1, :class:`PrefixCacheManager` replaces FastDeploy's class in 1. Changes 2 to
 6 are the same: ``schedule()`` then has to call ``issue_pending_backup_to_batch_request``, too.

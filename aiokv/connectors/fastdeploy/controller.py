@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from aiokv.base.logs import join_log
 from aiokv.connectors.fastdeploy.caches import cache_name, create_caches, regions_of
 from aiokv.connectors.fastdeploy.layers import LayerDoneCounter
 from aiokv.connectors.fastdeploy.metadata import step_of, transfer_ids_of
+from aiokv.connectors.fastdeploy.settings import socket_of
 from aiokv.connectors.fastdeploy.stores import stores_of
 from aiokv.errors import ConfigError, UsageError
+from aiokv.frameworks.paddle import import_paddle, recorded_event
 from aiokv.sync import RankThread
 
 if TYPE_CHECKING:
@@ -81,6 +83,22 @@ class CacheController:
         self._closed_step = 0
         self._caches: dict[int, Mapping[str, Any]] = {}
         self._counter: LayerDoneCounter | None = None
+
+    @classmethod
+    def for_worker(cls, config: Any, local_rank: int, device_id: int, **options: Any) -> Self:
+        """Return the controller of a worker process: see ``CacheManager.for_workers``.
+
+        With a Paddle for CUDA, the tensors are on the GPU, and the model computes in the current
+        stream.
+
+        Args:
+            config: the ``FDConfig`` of the worker.
+            local_rank: as for the class, and so is ``device_id``.
+            options: further arguments of the class.
+        """
+        if import_paddle().is_compiled_with_cuda():
+            options = {"device": "cuda", "step_event": recorded_event, **options}
+        return cls(config, local_rank, device_id, path=socket_of(config), **options)
 
     # --- tensors ----------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class LayerDoneCounter:
         """Return True when all layers have arrived. Does not cross."""
         return all(part.is_done for part in self._parts)
 
-    def wait_for_layer(self, layer_idx: int, timeout: float | None = 1.0) -> bool:
+    def wait_for_layer(self, layer_idx: int, timeout: float | None = 30.0) -> bool:
         """Block the calling thread, without the GIL, until a layer has arrived.
 
         Args:

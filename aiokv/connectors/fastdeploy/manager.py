@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiokv.base import checks
 from aiokv.base.logs import Log
@@ -11,9 +11,10 @@ from aiokv.connectors.fastdeploy import statistics
 from aiokv.connectors.fastdeploy.host import CONTROL_SECONDS, EngineHost
 from aiokv.connectors.fastdeploy.metadata import MatchResult, onload_metadata, step_metadata
 from aiokv.connectors.fastdeploy.metrics import CacheMetrics
-from aiokv.connectors.fastdeploy.settings import Sizes
+from aiokv.connectors.fastdeploy.settings import Sizes, socket_of
 from aiokv.connectors.fastdeploy.stores import model_name, stores_of
-from aiokv.errors import AiokvError, ConfigError, ControlTimeout
+from aiokv.errors import AiokvError, ConfigError, ControlTimeout, TransferError
+from aiokv.ranks import RankGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.devices import Device
-    from aiokv.ranks import RankGroup
     from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
+
+ONLOAD_SECONDS: Final = 10.0  # limit for blocks of host memory to arrive
 
 log = Log(__name__)
 
@@ -59,6 +61,9 @@ class CacheManager:
             work that the runner has submitted. It runs in the engine's thread. Without it, the
             batch of one ``schedule()`` must have been computed when the next one begins.
         store_wait_seconds: the longest that a request waits for blocks of stores.
+        waits_for_onloads: True to schedule a request when its blocks have arrived from host memory.
+            If they do not arrive, the model computes the request; else the workers wait for layers,
+            and raise the error of an onload. None for True if ``verify`` is among the options.
         options: further fields of :class:`aiokv.CacheConfig`, such as ``model`` for stores.
 
     The engine opens with ``open``, or at the first verb that needs it, so that
@@ -80,6 +85,7 @@ class CacheManager:
         stores: Sequence[Any] | None = None,
         step_event: Callable[[], Any] | None = None,
         store_wait_seconds: float = 1.0,
+        waits_for_onloads: bool | None = None,
         **options: Any,
     ) -> None:
         sizes = Sizes.of(config)
@@ -92,6 +98,9 @@ class CacheManager:
                     hint="RankGroup(..., has_stores=True)",
                 )
             stores = named if ranks is None else ()
+        if waits_for_onloads is None:
+            waits_for_onloads = options.get("verify", "off") != "off"
+        self._waits_for_onloads = waits_for_onloads
         self._store_wait_seconds = checks.seconds("store_wait_seconds", store_wait_seconds)
         if "model" not in options and (name := model_name(config)) is not None:
             options["model"] = name
@@ -111,6 +120,24 @@ class CacheManager:
         self._layers: dict[int, SyncLayers] = {}  # layers of this process, by transfer
         self._sent_step = 0
         self._has_scheduled = False  # whether a request was scheduled since the last batch
+
+    @classmethod
+    def for_workers(cls, config: Any, num_workers: int, **options: Any) -> Self:
+        """Return the manager of FastDeploy's worker processes: see ``CacheController.for_worker``.
+
+        Args:
+            config: the ``FDConfig`` of the resource manager.
+            num_workers: the tensor parallel size.
+            options: further arguments of the class.
+
+        Raises:
+            ConfigError: as for the class, or the workers are on several hosts.
+        """
+        if (hosts := int(getattr(config, "nnode", 1))) > 1:
+            raise ConfigError(f"nnode is {hosts}; aiokv supports the workers of one host only")
+        has_stores = bool(stores_of(config))
+        group = RankGroup(num_workers, path=socket_of(config), has_stores=has_stores)
+        return cls(config, ranks=group, **options)
 
     def open(self) -> None:
         """Open the engine: with ranks, wait until all workers have connected. Idempotent.
@@ -228,7 +255,7 @@ class CacheManager:
             return
         if not skip_storage:
             self.prefetch_storage(request)
-        holding = self._host.blocks.match(request)
+        holding = self.match(request)
         size = self.block_size
         result = MatchResult(
             device_block_ids=list(holding.table),
@@ -237,12 +264,33 @@ class CacheManager:
         )
         request._match_result = result  # type: ignore[attr-defined]
         self._announce_onloads(request, holding)
-        self.note_match(holding)
 
-    def note_match(self, holding: Holding) -> None:
-        """Count a match in ``metrics``."""
+    def match(self, request: Request) -> Holding:
+        """Look up a request, hold the cached blocks, and count the match in ``metrics``.
+
+        With ``waits_for_onloads``, the blocks are on the device then. Only those that were there
+        before count if the onload fails, takes over 10 s, or writes blocks that the present step
+        has freed, which ends after ``schedule()``.
+        """
+        holding = self._host.blocks.match(request)
+        if self._waits_for_onloads and not self._has_arrived(holding):
+            holding = self._host.blocks.match(request, onload=False)
         with self._lock:
             self.metrics.note(holding.prefill_tokens, *holding.hit)
+        return holding
+
+    def _has_arrived(self, holding: Holding) -> bool:
+        """Wait for the onload of a request; return False if it has failed or cannot end in time."""
+        lease = holding.lease
+        if lease is None or not holding.hit.host_tokens:
+            return True
+        if lease.layers.after_step > self.announced_step:
+            return False  # the workers close this step when they get the next batch
+        try:
+            lease.layers.wait_all(ONLOAD_SECONDS)
+        except (TransferError, TimeoutError):
+            return False
+        return True
 
     def note_scheduled(self) -> None:
         """Note that the next batch uses, or gives back, blocks."""
@@ -344,6 +392,7 @@ class CacheManager:
         blocks = self._host.opened_blocks
         if blocks is None or self._host.has_left:
             return None
+        self.metrics.publish()
         step = blocks.end_schedule()
         has_scheduled, self._has_scheduled = self._has_scheduled, False
         if not self._host.has_ranks or step == self._sent_step:

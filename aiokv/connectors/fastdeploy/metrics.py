@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import Final
+
+# FastDeploy's scheduler counts the tokens itself.
+_RATES: Final = {"hit_req_rate", "hit_token_rate", "gpu_hit_token_rate", "cpu_hit_token_rate"}
 
 
 @dataclass
@@ -22,6 +27,7 @@ class CacheMetrics:
     total_token_num: int = 0
     total_gpu_matched_token_num: int = 0
     total_cpu_matched_token_num: int = 0
+    _published: int = 0
 
     def note(self, num_tokens: int, device_tokens: int, host_tokens: int) -> None:
         """Count one request."""
@@ -55,6 +61,19 @@ class CacheMetrics:
     def cpu_hit_token_ratio(self) -> float:
         """Share of the tokens that hit in host memory, 0 to 1."""
         return _ratio(self.total_cpu_matched_token_num, self.total_token_num)
+
+    def publish(self) -> None:
+        """Set FastDeploy's own gauges of hit rates, if requests were matched since the last call.
+
+        Without effect in a process that has not imported FastDeploy's metrics.
+        """
+        metrics = sys.modules.get("fastdeploy.metrics.metrics")
+        if metrics is None or self.req_count == self._published:
+            return
+        self._published = self.req_count
+        for name, value in self.as_gauges().items():
+            if name in _RATES:
+                getattr(metrics.main_process_metrics, name).set(value)
 
     def as_gauges(self) -> dict[str, float]:
         """Return the hit rates and token counts by the names of FastDeploy's gauges."""

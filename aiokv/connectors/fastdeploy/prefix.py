@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from aiokv.connectors.fastdeploy.manager import CacheManager
 from aiokv.connectors.fastdeploy.settings import check_role
-from aiokv.errors import TransferError, WouldBlock
+from aiokv.errors import WouldBlock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.metrics import CacheMetrics
     from aiokv.connectors.fastdeploy.requests import Request
-    from aiokv.sync import SyncEngine, SyncLease
-
-ONLOAD_SECONDS: Final = 10.0
+    from aiokv.sync import SyncEngine
 
 
 class PrefixCacheManager:
@@ -54,7 +52,7 @@ class PrefixCacheManager:
         self.tensor_parallel_size = tensor_parallel_size
         self.splitwise_role = splitwise_role
         self.local_data_parallel_id = local_data_parallel_id
-        self.cache = CacheManager(config, **options)
+        self.cache = CacheManager(config, **{"waits_for_onloads": True, **options})
 
     def close(self) -> None:
         """Give all blocks back, and close the engine. Idempotent."""
@@ -179,7 +177,7 @@ class PrefixCacheManager:
             match. Only the blocks on the device count if the onload fails, takes over 10 s, or
             writes blocks that the present step has freed, which ends after ``schedule()``.
         """
-        holding = self._match(task)
+        holding = self.cache.match(task)
         size = self.cache.block_size
         device = holding.hit.device_tokens // size
         task.num_cached_blocks = len(holding.table)  # type: ignore[attr-defined]
@@ -266,23 +264,6 @@ class PrefixCacheManager:
     @property
     def _blocks(self) -> RequestBlocks:
         return self.cache.blocks
-
-    def _match(self, task: Request) -> Holding:
-        holding = self._blocks.match(task)
-        if holding.lease is not None and holding.table and not self._has_arrived(holding.lease):
-            holding = self._blocks.match(task, onload=False)
-        self.cache.note_match(holding)
-        return holding
-
-    def _has_arrived(self, lease: SyncLease) -> bool:
-        """Wait for the onload of a lease; return False if it has failed or cannot end in time."""
-        if lease.layers.after_step > self.cache.announced_step:
-            return False  # the workers close this step when they get the next batch
-        try:
-            lease.layers.wait_all(ONLOAD_SECONDS)
-        except (TransferError, TimeoutError):
-            return False
-        return True
 
 
 def _onload_seconds(holding: Holding) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from aiokv import CacheConfig
@@ -115,6 +118,29 @@ class Sizes:
             "strict": False,  # FastDeploy returns blocks after the step that computes them
         }
         return CacheConfig(**{**fields, **options})
+
+
+def socket_of(config: Any) -> Path:
+    """Return the socket between the manager and the workers of one FastDeploy engine.
+
+    It is in a directory of this user, which is created. Its name has the port of the engine's queue
+    for workers, which no other engine of this host has.
+
+    Raises:
+        ConfigError: the configuration has no such port, or the directory belongs to another user.
+    """
+    port = getattr(getattr(config, "parallel_config", None), "local_engine_worker_queue_port", None)
+    if port is None:
+        raise ConfigError(
+            "the configuration of FastDeploy lacks parallel_config.local_engine_worker_queue_port",
+            hint="pass the FDConfig, or path= and ranks= with a socket of your own",
+        )
+    parent = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(parent) / f"aiokv-fastdeploy-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if (owner := folder.stat().st_uid) != os.getuid():
+        raise ConfigError(f"{folder} belongs to user {owner}; set XDG_RUNTIME_DIR to another path")
+    return folder / f"{port}.sock"
 
 
 def _write_policy(cache: object) -> str:

@@ -42,6 +42,9 @@ class BlockPool {
         set_free(static_cast<std::uint32_t>(id));
     }
 
+    // Frees all ids except these.
+    void free_all_but(std::span<const BlockId> used);
+
     // Throws UsageError, changing nothing, when an id >= capacity is in use.
     void resize(std::uint32_t capacity);
 

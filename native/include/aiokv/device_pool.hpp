@@ -89,6 +89,13 @@ class DevicePool {
         }
     }
 
+    // Frees all ids. Requires that no unfinished step uses one.
+    void free_all() {
+        pool_.free_all_but({});
+        cool_.clear();
+        cool_blocks_ = 0;
+    }
+
     // `step` reads or writes the blocks.
     void use_in(std::span<const BlockId> ids, Step step) {
         if (step <= finished_ || ids.empty()) return;

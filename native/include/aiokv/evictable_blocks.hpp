@@ -54,6 +54,9 @@ class EvictableBlocks final : private SplitListener {
     // them, and they must have no children.
     void trim(RunId run, std::uint32_t count);
 
+    // Removes all blocks, without access to their runs.
+    void clear();
+
     NodeId device_front() { return tree_.last_of(device_.front()); }
     NodeId after_on_device(NodeId node) const { return next_victim(tree_, device_, node); }
     NodeId host_front() { return tree_.last_of(host_.front()); }

@@ -35,6 +35,8 @@ class TierQueue {
     virtual void insert_before(RunId part, RunId run) = 0;
     virtual void insert_after(RunId part, RunId run) = 0;
     virtual void remove(RunId run) = 0;
+    // Removes all runs, without access to them.
+    virtual void clear() = 0;
 };
 
 // Returns the block that is evicted after `node`, or kNone.

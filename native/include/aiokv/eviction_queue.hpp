@@ -61,6 +61,7 @@ class EvictionQueue {
     void insert_before(Id node, Id next);
     void insert_after(Id node, Id previous);
     void remove(Id node);
+    void clear();  // removes all nodes, without access to them
 
     // Takes over the model's clock and scores. Returns true if the order of nodes has changed.
     bool choose(bool by_score);

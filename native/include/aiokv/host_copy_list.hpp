@@ -45,6 +45,9 @@ class HostCopyList {
         remove(host);
         add_first(host, node);
     }
+    void clear() {
+        if (size_ > 0) *this = HostCopyList(static_cast<std::uint32_t>(entries_.size()));
+    }
     // Does nothing if the block is not in the list.
     void remove(BlockId host) {
         Entry& entry = entries_[at(host)];

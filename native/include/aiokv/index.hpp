@@ -45,10 +45,12 @@ class Index {
         close_if_unused(static_cast<std::uint32_t>(tree_[root].device));
     }
     void close_unused_contexts();
+    // Frees all blocks at once. Nothing may use one, and they must be in no queue.
+    void clear();
     std::string_view context_of_root(NodeId root) const {
         return contexts_[static_cast<std::size_t>(tree_[root].device)].key;
     }
-    std::size_t num_contexts() const { return context_ids_.size() + 1; }
+    std::size_t num_contexts() const { return context_ids_.size(); }
     // Visits the roots of contexts. Looks at no more than `max_contexts` entries of the table.
     template <class Visit>
     void for_some_roots(std::size_t max_contexts, Visit visit) const {

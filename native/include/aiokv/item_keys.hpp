@@ -55,6 +55,7 @@ class ItemKeys {
     ItemKey of(NodeId node) const { return of_node_.at(node); }
     void attach(NodeId node, ItemKey key);  // takes a ref of its own
     void detach(NodeId node);
+    void detach_all();
 
     std::size_t size() const { return ids_.size(); }
     std::uint64_t total_refs() const;

@@ -239,6 +239,8 @@ class PrefixTree {
     void free(NodeId node);
     // Frees all blocks of a run. They are detached, and their children are or become detached.
     void free_run(RunId id);
+    // Frees all blocks except the roots, without access to them. They must be in no queue.
+    void clear(std::span<const NodeId> roots);
     // Frees the last `count` blocks of a run that has no children.
     void trim(RunId id, std::uint32_t count);
 
@@ -290,7 +292,7 @@ class PrefixTree {
     std::uint32_t live_nodes() const { return live_; }
     // Returns the first id that was never used: a scan of all nodes ends before it.
     NodeId end_id() const { return static_cast<NodeId>(nodes_.size()); }
-    bool is_live(NodeId node) const { return run_of_[node] != kNoRun; }
+    bool is_live(NodeId node) const { return !free_slots_.is_free(static_cast<BlockId>(node)); }
     std::size_t node_bytes() const {
         return nodes_.bytes() + run_of_.bytes() + runs_.bytes() + free_slots_.bytes();
     }
@@ -300,9 +302,11 @@ class PrefixTree {
 
   private:
     static bool is_fork(std::uint32_t child) { return child != kNone && (child & kFork) != 0; }
+    // A detached block has no children, although its run may go on.
     std::uint32_t child_of(NodeId node) const {
         const Run& run = this->run(node);
-        return run.last() == node ? run.child : node + 1;
+        if (run.last() == node) return run.child;
+        return nodes_[node].has(kDetached) ? kNone : node + 1;
     }
     BlockPool::Extent take_slots(std::size_t count);
     void free_slots(NodeId first, std::uint32_t count);
@@ -314,6 +318,7 @@ class PrefixTree {
 
     std::uint32_t new_fork(NodeId only_child);
     void free_fork(std::uint32_t child);
+    void clear_fork(ChildSet& fork);
     std::uint32_t tag(const std::int32_t* tokens, ItemKey items) const;
     std::uint32_t tag(NodeId node) const { return tag(tokens(node), items(node)); }
     void link(NodeId node, const std::int32_t* tokens);
@@ -331,7 +336,7 @@ class PrefixTree {
     std::size_t stride_;
     Slab<Node> nodes_;  // the next two are also indexed by slot
     Slab<std::int32_t> tokens_;
-    Slab<RunId> run_of_;  // kNoRun: the slot is free
+    Slab<RunId> run_of_;  // undefined for free slots
     BlockPool free_slots_{0};
     Slab<Run> runs_;
     RunId free_run_ = kNoRun;

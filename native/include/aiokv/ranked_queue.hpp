@@ -22,6 +22,7 @@ class RankedQueue final : public TierQueue {
     void insert_before(RunId part, RunId run) override { queue_.insert_before(part, run); }
     void insert_after(RunId part, RunId run) override { queue_.insert_after(part, run); }
     void remove(RunId run) override { queue_.remove(run); }
+    void clear() override { queue_.clear(); }
 
     // See EvictionQueue.
     bool choose(bool by_score) { return queue_.choose(by_score); }

@@ -193,6 +193,8 @@ class Residency {
     void note_lost_child(NodeId parent);
     void drop_subtree(NodeId top);
     void detach(NodeId node);
+    bool is_unused() const;
+    void drop_all();
     bool drop_unused(RunId id);
     void free_if_unowned(NodeId node);
     // Adds the uncounted blocks to the counts of one cause. Each public method that evicts or drops
@@ -221,6 +223,7 @@ class Residency {
     HostCopyList host_copies_;  // clean blocks that no swapped lease holds
     EvictableBlocks evictable_;
     std::uint32_t device_nodes_ = 0;  // nodes with a device id
+    std::uint32_t held_nodes_ = 0;    // nodes with holds
     bool stopped_at_unsaved_ = false;
     std::unordered_map<NodeId, std::uint32_t> more_holds_;  // holds beyond kMaxHolds
     std::vector<NodeId> scratch_;

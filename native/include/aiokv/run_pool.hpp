@@ -31,6 +31,7 @@ class RunPool {
     // Requires out.size() <= free_blocks().
     void take(std::span<BlockId> out);
 
+    void free_all() { *this = RunPool(capacity_); }
     // Throws InternalError, changing nothing, when the id is free already or not of this pool.
     void give_back(BlockId id);
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
@@ -56,7 +57,9 @@ class Slab {
     std::size_t size() const { return size_; }
     std::size_t bytes() const { return size_ * sizeof(T); }
 
-    // Grows the array by zero bytes. Elements may move.
+    // Removes all elements. Those by which the array grows then have any bytes. Keeps the memory.
+    void clear() { size_ = 0; }
+    // Grows the array by elements of zero bytes, unless it was cleared. Elements may move.
     void grow(std::size_t count) {
         if (size_ + count > capacity_) reserve(std::max(size_ + count, capacity_ * 2));
         size_ += count;
@@ -65,6 +68,7 @@ class Slab {
   private:
     static constexpr std::size_t kPopulatedAtOnce = std::size_t{1} << 24;
     static constexpr std::size_t kPageBytes = 4096;
+    static constexpr int kPopulatingNice = 10;
 
     static void populate([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes) {
 #ifdef MADV_POPULATE_WRITE
@@ -79,10 +83,12 @@ class Slab {
         std::atomic_ref<char> byte(reinterpret_cast<char*>(data)[at]);
         byte.compare_exchange_strong(zero, 0, std::memory_order_relaxed);
     }
-    // Where no thread can be started, the rest gets its memory at its first use.
+    // Where no thread can be started, the rest gets its memory at its first use. The thread yields
+    // to those that work: on few cores, they would wait for it.
     void populate_later(std::size_t bytes) {
         try {
             populating_ = std::jthread([data = data_, bytes](const std::stop_token& stop) {
+                (void)setpriority(PRIO_PROCESS, 0, kPopulatingNice);  // Linux: of this thread
                 for (std::size_t at = kPopulatedAtOnce; at < bytes && !stop.stop_requested();
                      at += kPageBytes) {
                     touch(data, at);

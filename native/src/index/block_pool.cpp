@@ -103,6 +103,12 @@ void BlockPool::give_back(Extent extent) {
     free_ += extent.count;
 }
 
+void BlockPool::free_all_but(std::span<const BlockId> used) {
+    const std::uint32_t capacity = capacity_;
+    *this = BlockPool(capacity);
+    for (const BlockId id : used) set_used(static_cast<std::uint32_t>(id));
+}
+
 void BlockPool::refuse(BlockId id) const {
     if (static_cast<std::uint32_t>(id) < capacity_) {
         throw InternalError("block " + std::to_string(id) + " given back twice");

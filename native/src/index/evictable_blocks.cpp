@@ -102,6 +102,14 @@ void EvictableBlocks::trim(RunId id, std::uint32_t count) {
     tree_.trim(id, count);
 }
 
+void EvictableBlocks::clear() {
+    device_.clear();
+    host_.clear();
+    ahead_.restart();
+    unsaved_parked_.clear();
+    queued_device_ = queued_host_ = deferred_device_ = idle_host_ = 0;
+}
+
 void EvictableBlocks::defer(RunId id) {
     dequeue(id);
     Run& run = tree_.runs()[id];

@@ -80,6 +80,17 @@ void EvictionQueue<Nodes>::remove(Id node) {
 }
 
 template <class Nodes>
+void EvictionQueue<Nodes>::clear() {
+    cohorts_.assign(1, Cohort{});
+    free_.clear();
+    oldest_ = newest_ = kFront;
+    classes_.assign(ReuseFeatures::kClasses, Class{});
+    used_classes_ = {};
+    choose_victim(kNoCell);
+    size_ = 0;
+}
+
+template <class Nodes>
 typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::front() {
     if (cohorts_[kFront].head != kNil) return cohorts_[kFront].head;
     if (!by_score_) return head_of(oldest_);

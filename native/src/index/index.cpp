@@ -85,6 +85,12 @@ void Index::close_unused_contexts() {
     }
 }
 
+void Index::clear() {
+    std::vector<NodeId> roots;
+    for_some_roots(contexts_.size(), [&](NodeId root) { roots.push_back(root); });
+    tree_.clear(roots);
+}
+
 // -- items -----------------------------------------------------------------------------------
 
 void Index::add_items(Lease& lease, std::span<const Item> items) {

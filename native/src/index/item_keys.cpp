@@ -61,6 +61,11 @@ void ItemKeys::detach(NodeId node) {
     of_node_.erase(entry);
 }
 
+void ItemKeys::detach_all() {
+    for (const auto& [node, key] : of_node_) unref(key);
+    of_node_.clear();
+}
+
 std::uint64_t ItemKeys::total_refs() const {
     std::uint64_t total = 0;
     for (const Entry& entry : entries_) total += entry.refs;

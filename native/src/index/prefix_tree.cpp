@@ -134,7 +134,6 @@ BlockPool::Extent PrefixTree::take_slots(std::size_t count) {
         tokens_.grow(count * stride_);
         run_of_.grow(count);
         free_slots_.resize(static_cast<std::uint32_t>(nodes_.size()));
-        std::fill(&run_of_[nodes_.size() - count], &run_of_[0] + nodes_.size(), kNoRun);
     }
     const BlockPool::Extent extent = free_slots_.take_extent(static_cast<std::uint32_t>(count));
     live_ += extent.count;
@@ -146,7 +145,6 @@ void PrefixTree::free_slots(NodeId first, std::uint32_t count) {
     for (NodeId node = first; item_keys_.nodes() > 0 && node < first + count; ++node) {
         if (nodes_[node].has(kHasItems)) item_keys_.detach(node);
     }
-    std::fill_n(&run_of_[first], count, kNoRun);
     free_slots_.give_back({static_cast<BlockId>(first), count});
     live_ -= count;
 }
@@ -187,11 +185,12 @@ RunId PrefixTree::split(RunId id, NodeId lower) {
     const RunId lower_id = made_is_above ? id : made;
     Run& upper = runs_[upper_id];
     upper.length = above;
-    upper.child = lower;
+    const bool is_detached = nodes_[lower - 1].has(kDetached);
+    upper.child = is_detached ? kNone : lower;
     Run& rest = runs_[lower_id];
     rest.first = lower;
     rest.length = below;
-    rest.parent = lower - 1;
+    rest.parent = is_detached ? kNone : lower - 1;
     label(made);
     if (old.has(kQueued)) listener_->on_split(id, made, made_is_above);
     return lower_id;
@@ -355,16 +354,20 @@ std::uint32_t PrefixTree::new_fork(NodeId only_child) {
         free_forks_.pop_back();
     }
     ChildSet& fork = forks_[index];
+    if (fork.size() > 0) clear_fork(fork);  // clear() has left it
     child_bytes_ += fork.insert(tag(only_child), only_child);
     fork.device_children = nodes_[only_child].has(kDeviceResident);
     return index | kFork;
 }
 
-void PrefixTree::free_fork(std::uint32_t child) {
-    ChildSet& fork = forks_[child & ~kFork];
+void PrefixTree::clear_fork(ChildSet& fork) {
     child_bytes_ -= fork.bytes();
     fork.clear();
     child_bytes_ += fork.bytes();
+}
+
+void PrefixTree::free_fork(std::uint32_t child) {
+    clear_fork(forks_[child & ~kFork]);
     free_forks_.push_back(child & ~kFork);
 }
 
@@ -394,9 +397,7 @@ void PrefixTree::forget_children(NodeId node) {
 }
 
 void PrefixTree::free(NodeId node) {
-    if (has_child(node) && !nodes_[node].has(kDetached)) {
-        throw InternalError("a node with children was freed");
-    }
+    if (has_child(node)) throw InternalError("a node with children was freed");
     if (const Run& whole = run(node); whole.first < node && node < whole.last()) {
         split_before(node);
         run(node - 1).child = kNone;
@@ -416,6 +417,18 @@ void PrefixTree::free_run(RunId id) {
     if (is_fork(run.child)) free_fork(run.child);
     free_slots(run.first, run.length);
     close_run(id);
+}
+
+void PrefixTree::clear(std::span<const NodeId> roots) {
+    item_keys_.detach_all();
+    const std::vector<BlockId> slots(roots.begin(), roots.end());
+    free_slots_.free_all_but(slots);
+    live_ = static_cast<std::uint32_t>(roots.size());
+    runs_.clear();
+    free_run_ = kNoRun;
+    for (const NodeId root : roots) run_of_[root] = open_run(root, 1, kNone);
+    free_forks_.resize(forks_.size());  // new_fork() clears them
+    std::iota(free_forks_.rbegin(), free_forks_.rend(), 0);
 }
 
 void PrefixTree::trim(RunId id, std::uint32_t count) {

@@ -24,10 +24,13 @@ void Residency::add_to(CoreStatistics& statistics) const {
 
 void Residency::check(Report& report) const {
     std::uint32_t device_nodes = 0;
+    std::uint32_t held_nodes = 0;
     std::uint32_t clean = 0;
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
-        if (!tree_.is_live(node) || n.has(kRoot)) continue;
+        if (!tree_.is_live(node)) continue;
+        held_nodes += n.holds > 0;
+        if (n.has(kRoot)) continue;
         if (n.device != kNoBlock) report.device.own(n.device, "a node");
         if (n.host != kNoBlock) report.host.own(n.host, "a node");
         report.require(n.has(kDeviceValid) || !tree_.run(node).has(kOnDevice), "I4: node ", node,
@@ -64,6 +67,8 @@ void Residency::check(Report& report) const {
                    host_copies_.size());
     report.require(device_nodes == device_nodes_, "I1: ", device_nodes,
                    " nodes have a device id, not ", device_nodes_);
+    report.require(held_nodes == held_nodes_, "I5: ", held_nodes, " nodes have holds, not ",
+                   held_nodes_);
     report.require(uncounted_.evicted_device + uncounted_.evicted_host + uncounted_.dropped == 0,
                    "residency: evicted or dropped blocks have not been counted");
     evictable_.check(report);

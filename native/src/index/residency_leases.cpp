@@ -38,6 +38,7 @@ void Residency::hold(std::span<const NodeId> path) {
 void Residency::hold_node(NodeId node) {
     Node& n = tree_[node];
     if (n.holds == 0) {
+        ++held_nodes_;
         evictable_.begin_hold(node);
         if (n.has(kHostValid)) host_copies_.remove(n.host);
     }
@@ -62,6 +63,7 @@ void Residency::unhold_node(NodeId node) {
     }
     --n.holds;
     if (n.holds == 0) {
+        --held_nodes_;
         evictable_.end_hold(node);
         list_host_copy(node);
     }

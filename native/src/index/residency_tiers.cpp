@@ -74,31 +74,60 @@ void Residency::forget_host() {
     index_.change();
 }
 
+// Returns true if all blocks are queued or deferred, nothing needs one of them, and no other part
+// has device or host ids. The groups besides attention know blocks by node, so there must be none.
+bool Residency::is_unused() const {
+    const std::uint32_t queued = evictable_.evictable_device() + evictable_.idle_host();
+    const std::uint32_t on_host = evictable_.idle_host() + host_copies_.size();
+    return held_nodes_ == 0 && queued + index_.num_contexts() == tree_.live_nodes() &&
+           device_.free_blocks() + device_nodes_ == device_.capacity() &&
+           host_.free_blocks() + on_host == host_.capacity() && device_.unfinished_step() == 0 &&
+           !auxiliary_.exist();
+}
+
+// Does the same as detach() for all blocks, at a cost that does not depend on their number.
+// Requires is_unused().
+void Residency::drop_all() {
+    uncounted_.dropped += evictable_.evictable_device() + evictable_.idle_host();
+    evictable_.clear();
+    host_copies_.clear();
+    device_.free_all();
+    host_.free_all();
+    device_nodes_ = 0;
+    index_.clear();
+    count_as(EvictionCause::kReset);
+}
+
 // Does the same as detach() for all blocks of a run, if nothing uses one of them: then all of them
 // are freed. Returns false, changing nothing, if something does.
 bool Residency::drop_unused(RunId id) {
     const Run run = tree_.runs()[id];
-    const auto is_used = [](const Node& n) { return n.pins > 0 || n.holds > 0; };
-    if (run.refs > 0 || std::any_of(&tree_[run.first], &tree_[run.last()] + 1, is_used)) {
-        return false;
+    if (run.refs > 0) return false;
+    const std::span<const Node> nodes(&tree_[run.first], run.length);
+    std::uint32_t used = 0;
+    std::uint32_t more = 0;  // above 0: one has more than a device copy
+    for (const Node& n : nodes) {
+        used |= n.pins | n.holds;
+        more |= static_cast<std::uint32_t>(n.host ^ kNoBlock) | (n.flags & kHasSides);
     }
+    if (used != 0) return false;
     evictable_.dequeue(id);
-    for (NodeId node = run.first; node <= run.last(); ++node) {
+    for (NodeId node = run.first; more != 0 && node <= run.last(); ++node) {
         const Node& n = tree_[node];
-        forget(node);
         if (n.has(kHasSides)) auxiliary_.forget(node);
         if (n.host == kNoBlock) continue;
         host_copies_.remove(n.host);
         host_.give_back(n.host);
     }
     if (run.has(kOnDevice)) {
-        NodeId next = run.first;
-        device_.give_back_all([&] { return next <= run.last() ? tree_[next++].device : kNoBlock; });
+        std::size_t next = 0;
+        device_.give_back_all(
+            [&] { return next < nodes.size() ? nodes[next++].device : kNoBlock; });
         device_nodes_ -= run.length;
     } else {
-        for (NodeId node = run.first; node <= run.last(); ++node) {
-            if (tree_[node].device == kNoBlock) continue;
-            device_.give_back(tree_[node].device);
+        for (const Node& n : nodes) {
+            if (n.device == kNoBlock) continue;
+            device_.give_back(n.device);
             --device_nodes_;
         }
     }
@@ -109,6 +138,7 @@ bool Residency::drop_unused(RunId id) {
 
 void Residency::detach_all() {
     events_.clear();
+    if (is_unused()) return drop_all();
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
         if (tree_[node].has(kRoot)) {

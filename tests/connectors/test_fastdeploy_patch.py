@@ -1,0 +1,127 @@
+"""``fastdeploy.patch``: the script that applies it, and the calls that it adds."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from aiokv.connectors.fastdeploy import BatchRequest, CacheController, CacheManager
+from tests.connectors.fastdeploy_server import Request
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide"
+SCRIPT = runpy.run_path(str(GUIDE / "fastdeploy_patch.py"))
+CHANGES = SCRIPT["read_patch"]((GUIDE / "fastdeploy.patch").read_text())
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A folder with the lines that the patch expects."""
+    for change in CHANGES:
+        path = tmp_path / change.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write("\n".join([f"# before line {change.line}", *change.old]) + "\n")
+    return tmp_path
+
+
+def texts(tree: Path) -> dict[str, str]:
+    return {change.path: (tree / change.path).read_text() for change in CHANGES}
+
+
+def test_all_changes_are_made(tree, capsys):
+    before = texts(tree)
+    assert SCRIPT["apply"](tree, CHANGES, writes=False) == []
+    assert texts(tree) == before
+    assert SCRIPT["apply"](tree, CHANGES, writes=True) == []
+    for change in CHANGES:
+        assert "\n".join(change.new) in (tree / change.path).read_text()
+    capsys.readouterr()
+    changed = texts(tree)
+    assert SCRIPT["apply"](tree, CHANGES, writes=True) == []
+    assert capsys.readouterr().out.count("is there already") == len(CHANGES)
+    assert texts(tree) == changed
+
+
+def test_nothing_is_written_if_a_change_does_not_apply(tree):
+    first, last = CHANGES[0], CHANGES[-1]
+    path = tree / first.path
+    path.write_text(path.read_text().replace("\n".join(first.old), "\n".join(first.old[:-1])))
+    (tree / last.path).unlink()
+    before = path.read_text()
+    missing, absent = SCRIPT["apply"](tree, CHANGES, writes=True)
+    assert missing.startswith(f"change 1 of {len(CHANGES)}, {first.path}:{first.line}: these lines")
+    assert first.old[0] in missing
+    assert absent.endswith(f"{last.path}:{last.line}: the file is missing")
+    assert path.read_text() == before
+
+
+def test_lines_that_stand_twice_are_refused(tree):
+    change = CHANGES[0]
+    with (tree / change.path).open("a") as file:
+        file.write("\n".join(change.old) + "\n")
+    (problem,) = SCRIPT["apply"](tree, CHANGES, writes=True)
+    assert "these lines are there 2 times" in problem
+
+
+def test_the_connector_has_what_the_patch_calls():
+    added = {line for change in CHANGES for line in change.new if line not in change.old}
+    called = {
+        name
+        for line in added
+        for name in re.findall(r"(?:[mM]anager|[cC]ontroller)\.(\w+)\(", line)
+    }
+    assert called == {"for_workers", "for_worker", "begin_fetch", "submit_swap_tasks"}
+    assert called <= {*dir(CacheManager), *dir(CacheController)}
+
+
+def lines_between(first: str, path: str) -> list[str]:
+    return next(change.new for change in CHANGES if change.path.endswith(path) and any(
+        first in line for line in change.new
+    ))  # fmt: skip
+
+
+def run(lines: list[str], **names: object) -> None:
+    """Run lines of the patch in a function of their own."""
+    indent = min(len(line) - len(line.lstrip()) for line in lines)
+    code = "\n".join(line[indent:] for line in lines)
+    exec(compile(code, "fastdeploy.patch", "exec"), names)
+
+
+def test_a_batch_without_requests_reaches_the_workers():
+    """The scheduler asks for metadata each time, and a worker without requests closes the step."""
+    batch, calls = BatchRequest(), []
+    manager = SimpleNamespace(issue_pending_backup_to_batch_request=lambda: "step")
+    batch.append_evict_metadata = calls.append
+    lines = lines_between("if self.enable_cache_manager_v1:", "resource_manager_v1.py")
+    resources = SimpleNamespace(enable_cache_manager_v1=True, cache_manager=manager)
+    start = next(i for i, line in enumerate(lines) if "if self.enable" in line)
+    body = [*lines[start:], " " * 20 + "batch_request.append_evict_metadata([evict_metadata])"]
+    run(body, self=resources, batch_request=batch)
+    assert calls == [["step"]]
+    sent = []
+    controller = SimpleNamespace(submit_swap_tasks=lambda *metadata: sent.append(metadata))
+    runner = SimpleNamespace(cache_controller=controller)
+    lines = lines_between("elif batch_request.cache_evict_metadata", "worker_process.py")
+    start = next(i for i, line in enumerate(lines) if "elif" in line)
+    worker = SimpleNamespace(model_runner=runner)
+    for metadata in ("step", None):
+        batch = SimpleNamespace(cache_evict_metadata=metadata)
+        body = [line.replace("elif", "if") for line in lines[start : start + 4]]
+        run(body, self=SimpleNamespace(worker=worker), batch_request=batch)
+    assert sent == [("step", None)]
+
+
+def test_a_new_request_begins_its_fetch():
+    fetched = []
+    manager = SimpleNamespace(begin_fetch=fetched.append)
+    lines = [line for line in lines_between("begin_fetch", "resource_manager_v1.py") if line]
+    request = Request("a", [1])
+    resources = SimpleNamespace(
+        enable_cache_manager_v1=True, cache_manager=manager, waiting=[], requests={}
+    )
+    run([line for line in lines if "def " not in line], self=resources, request=request)
+    assert fetched == [request]
