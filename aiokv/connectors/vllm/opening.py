@@ -79,7 +79,9 @@ def open_cache(
         Path(path).unlink(missing_ok=True)
     events = vllm_config.kv_events_config
     collector = (
-        EventCollector(engine) if events is not None and events.enable_kv_cache_events else None
+        EventCollector(engine, kv_cache_config, KVGroups.of(kv_cache_config).main)
+        if events is not None and events.enable_kv_cache_events
+        else None
     )
     return HostCache(engine, tensors, collector)
 

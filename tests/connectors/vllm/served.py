@@ -102,38 +102,90 @@ def write_model(folder: Path) -> Path:
 
 def write_windowed_model(folder: Path) -> Path:
     """Write a Gemma 3 with two groups of sliding windows and one of full attention."""
-    import torch
-    from safetensors.torch import save_file
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
+        **_SMALL,
         num_hidden_layers=6,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=HEAD_DIM,
         query_pre_attn_scalar=HEAD_DIM,
-        max_position_embeddings=2_048,
         sliding_window=64,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
         architectures=["Gemma3ForCausalLM"],
     )
-    model = Gemma3ForCausalLM(config).to(torch.float32)
+    return _write(folder, Gemma3ForCausalLM(config))
+
+
+def write_windows_only_model(folder: Path) -> Path:
+    """Write a Mistral with a sliding window in all layers."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        **_SMALL,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        sliding_window=64,
+        architectures=["MistralForCausalLM"],
+    )
+    return _write(folder, MistralForCausalLM(config))
+
+
+def write_state_model(folder: Path) -> Path:
+    """Write a Qwen3-Next with three layers of recurrent state and one of full attention."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=HEAD_DIM,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=HIDDEN,
+        shared_expert_intermediate_size=HIDDEN,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        architectures=["Qwen3NextForCausalLM"],
+    )
+    return _write(folder, Qwen3NextForCausalLM(config), dtype="bfloat16")
+
+
+_SMALL: Final[dict[str, Any]] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 4_096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def _write(folder: Path, model: Any, dtype: str = "float32") -> Path:
+    """Write a model of transformers with random weights that depend on the whole KV cache."""
+    import torch
+    from safetensors.torch import save_file
+
     generator = torch.Generator().manual_seed(7)
-    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    weights = {name: weight.float() for name, weight in model.state_dict().items()}
     for name, weight in weights.items():
         if weight.dim() > 1:
             scale = {"model.embed_tokens.weight": weight.shape[1] ** 0.5, "lm_head.weight": 4.0}
             weight.copy_(torch.randn(weight.shape, generator=generator))
             weight *= scale.get(name, 2.0) / weight.shape[1] ** 0.5
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    kind = getattr(torch, dtype)
+    contents = {name: weight.to(kind).contiguous() for name, weight in weights.items()}
+    save_file(contents, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 
 

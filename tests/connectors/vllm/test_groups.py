@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import msgspec
 import torch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -233,6 +235,29 @@ def test_older_vllm_is_not_reset_while_a_request_waits_for_its_load(
     server.run()
     assert server.outputs["b"] == server.outputs["r0"]
     assert server.connector.reset_cache()
+
+
+@pytest.mark.parametrize(("kinds", "group"), [(("full",), 0), (("window", "full"), 1)])
+def test_events_name_the_group_of_full_attention(
+    make_server: MakeServer, kinds: tuple[str, ...], group: int
+) -> None:
+    """As vLLM's own events, decoded from its messages."""
+    server = make_server(kinds, {"cpu_bytes_to_use": 16 << 10}, kv_events=True)
+    sent: list[Any] = []
+    server.scheduler.kv_event_publisher = SimpleNamespace(publish=sent.append, shutdown=lambda: 0)
+    for seed in range(6):  # more than host memory has room for
+        serve(server, prompt(seed, 61))
+        server.drain()
+    serve(server, prompt(7, 5))
+    payloads = [msgspec.msgpack.encode(batch) for batch in sent]
+    batches = [msgspec.msgpack.decode(data, type=KVEventBatch) for data in payloads]
+    events = [event for batch in batches for event in batch.events]
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    on_host = {(e.group_idx, e.kv_cache_spec_kind) for e in stored if e.medium == "CPU"}
+    on_device = {(e.group_idx, e.kv_cache_spec_kind) for e in stored if e.medium == "GPU"}
+    assert on_host == {(group, "full_attention")} <= on_device
+    removed = {e.group_idx for e in events if isinstance(e, BlockRemoved) and e.medium == "CPU"}
+    assert removed == {group}
 
 
 def test_block_that_left_the_window_is_not_saved() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import httpx
 import pytest
@@ -16,10 +16,13 @@ from tests.connectors.vllm.served import (
     has_nixl,
     prompt,
     write_model,
+    write_state_model,
     write_windowed_model,
+    write_windows_only_model,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
@@ -60,6 +63,14 @@ def answers_of(server: ServedModel) -> list[Completion]:
 
 def tokens_of(answers: list[Completion]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
+
+
+def damage(segment: Path) -> None:
+    """Change bytes of each block in a file of a disk store."""
+    damaged = bytearray(segment.read_bytes())
+    for start in range(0, len(damaged), 16 * 1024):
+        damaged[start : start + 2048] = b"\xc0" * 2048
+    segment.write_bytes(damaged)
 
 
 def send_until_it_ends(server: ServedModel, seed: int) -> None:
@@ -111,11 +122,7 @@ def test_answers_are_exact_after_restarts_kills_and_damage(
         assert [answer.cached for answer in restarted] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
         server.stop()
 
-    segment = folder / "segment-00000"
-    damaged = bytearray(segment.read_bytes())
-    for start in range(0, len(damaged), 16 * 1024):  # in each block
-        damaged[start : start + 2048] = b"\xc0" * 2048
-    segment.write_bytes(damaged)
+    damage(folder / "segment-00000")
     with ServedModel(model, extra) as server:
         server.wait_ready()
         assert tokens_of(answers_of(server)) == expected
@@ -175,42 +182,95 @@ def test_answers_are_exact_beside_the_connector_of_nixl(
         assert 0 < server.metric("vllm:aiokv_loaded_blocks_total") <= ALL_BLOCKS
 
 
-def test_answers_with_sliding_windows_are_exact_after_a_kill(tmp_path: Path) -> None:
-    model = write_windowed_model(tmp_path / "model")
-    arguments = ("--num-gpu-blocks-override", "400", "--block-size", "32", "--max-num-seqs", "2")
-    prompts = [prompt(seed, TOKENS) for seed in range(3)]
+class Family(NamedTuple):
+    """A small model with other KV cache groups than one of full attention.
+
+    Attributes:
+        write: writes the model.
+        num_tokens: of the prompts.
+        cached: positions of a prompt that a hit has.
+        block_tokens: positions per block.
+        groups: groups of the engine that keep a block for each of these positions.
+        arguments: of the server.
+        changed: first of 16 positions, without which the output is another one.
+    """
+
+    write: Callable[[Path], Path]
+    num_tokens: int
+    cached: int
+    block_tokens: int
+    groups: tuple[str, ...]
+    arguments: tuple[str, ...]
+    changed: int
+
+
+FAMILIES = {
+    "Gemma 3": Family(
+        write_windowed_model, 400, 384, 32, ("attention", "window0", "window1"), (), 360
+    ),
+    "Mistral, windows only": Family(
+        write_windows_only_model, 400, 384, 32, ("attention", "window0"), (), 360
+    ),
+    "Qwen3-Next": Family(
+        write_state_model,
+        2_120,
+        2_112,
+        1_056,
+        ("attention",),
+        ("--dtype", "bfloat16", "--max-model-len", "4096"),
+        2_090,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_of_other_groups_are_exact_after_a_kill_and_damage(
+    name: str, tmp_path: Path
+) -> None:
+    from aiokv.connectors.vllm import compat
+
+    if name == "Qwen3-Next" and not compat.CAN_LOAD_STATES:
+        pytest.skip("this version of vLLM lets no connector load states")
+    family = FAMILIES[name]
+    model = family.write(tmp_path / "model")
+    arguments = ("--num-gpu-blocks-override", "400", "--max-num-seqs", "2", *family.arguments)
+    prompts = [prompt(seed, family.num_tokens) for seed in range(3)]
     with ServedModel(model, None, *arguments) as server:
         server.wait_ready()
         expected = [server.complete(tokens).tokens for tokens in prompts]
-        first = [*prompt(99, 32), *prompts[0][32:]]
-        window = [*prompts[0][:-40], *prompt(98, 16), *prompts[0][-24:]]
-        for changed in (first, window):
-            assert server.complete(changed).tokens != expected[0], "the outputs do not depend on it"
+        first = family.changed
+        changed = [*prompts[0][:first], *prompt(98, 16), *prompts[0][first + 16 :]]
+        assert server.complete(changed).tokens != expected[0], "the output does not depend on it"
     extra = {
         "host_gib": 0.125,
         "stores": [f"disk:{tmp_path / 'kv'}?bytes=256MiB"],
         "follow_resets": False,
     }
-    cached = [TOKENS // 32 * 32] * len(prompts)
+    cached = [
+        Completion(*answer) for answer in zip(expected, [family.cached] * len(prompts), strict=True)
+    ]
     with ServedModel(model, extra, *arguments) as server:
         server.wait_ready()
         assert [server.complete(tokens).tokens for tokens in prompts] == expected
-        blocks = sum(cached) // 32
-        for group in ("attention", "window0", "window1"):
+        blocks = len(prompts) * family.cached // family.block_tokens
+        for group in family.groups:
             server.wait_until(
                 lambda group=group: server.blocks_moved("save", group) >= blocks,
                 f"saves of {group}",
             )
         server.forget_device_blocks()
-        assert [server.complete(tokens) for tokens in prompts] == [
-            Completion(*answer) for answer in zip(expected, cached, strict=True)
-        ]
+        assert [server.complete(tokens) for tokens in prompts] == cached
         server.kill()
     with ServedModel(model, extra, *arguments) as server:
         server.wait_ready()
-        assert [server.complete(tokens) for tokens in prompts] == [
-            Completion(*answer) for answer in zip(expected, cached, strict=True)
-        ]
+        assert [server.complete(tokens) for tokens in prompts] == cached
+        server.stop()
+    for segment in (tmp_path / "kv").rglob("segment-*"):
+        damage(segment)
+    with ServedModel(model, extra, *arguments) as server:
+        server.wait_ready()
+        assert [server.complete(tokens).tokens for tokens in prompts] == expected
+        assert server.found(r"WARNING .*store\.wrong_block")
 
 
 @pytest.mark.parametrize(
