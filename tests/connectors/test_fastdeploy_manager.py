@@ -167,7 +167,7 @@ def test_b14_2_batches_are_pickled_without_the_state_of_the_cache():
 # --- crossings ------------------------------------------------------------------------------------
 
 
-def test_step_of_64_decoding_requests_crosses_once(monkeypatch):
+def test_step_of_64_decoding_requests_crosses_once_if_blocks_change(monkeypatch):
     with opened(4_096, decode_blocks=1) as manager:
         requests = [Request(f"r{i}", prompt(i, 2, more=2), 1_000) for i in range(64)]
         for request in requests:
@@ -177,7 +177,7 @@ def test_step_of_64_decoding_requests_crosses_once(monkeypatch):
             request.output_token_ids.append(1)
         manager.issue_pending_backup_to_batch_request()
         counts = count_crossings(monkeypatch)
-        taken = 0
+        taken = quiet = 0
         for step in range(40):
             counts.clear()
             for request in requests:
@@ -191,8 +191,10 @@ def test_step_of_64_decoding_requests_crosses_once(monkeypatch):
                     taken += 1
             manager.issue_pending_backup_to_batch_request()
             manager.check_and_add_pending_backup()
-            assert len(counts) == 1, counts
+            assert len(counts) <= 1, counts
+            quiet += not counts
         assert taken == 64 * 10
+        assert quiet >= 20, "a block has 4 positions: two steps of four take or commit blocks"
         tables = [manager.engine.statistics().attention.device.leased]
         assert tables[0] <= 64 * 14
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -70,6 +71,8 @@ class Holding:
         last_batch: number of the last batch that computes the prompt; 0 before it, and when the
             first token has arrived.
         is_scheduled: True when a batch has been scheduled that uses the blocks.
+        next_outputs: number of generated tokens from which on the end of a ``schedule()`` commits
+            or takes blocks; 0 when each end has to look.
         shares_blocks: False when no other request may find the blocks.
         has_failed: True when an onload of the request has failed: its KV is wrong.
     """
@@ -85,6 +88,7 @@ class Holding:
         "last_batch",
         "lease",
         "named_tokens",
+        "next_outputs",
         "prefill_tokens",
         "request",
         "scheduled_tokens",
@@ -109,6 +113,7 @@ class Holding:
         self.usable_blocks: int | None = None
         self.last_batch = 0
         self.is_scheduled = False
+        self.next_outputs = 0
 
     @property
     def spare(self) -> int:
@@ -124,6 +129,25 @@ class Holding:
     def queued_tokens(self) -> int:
         """Number of positions of the prompt that no batch has computed yet."""
         return max(self.prefill_tokens - self.scheduled_tokens, 0)
+
+    def note_looked(self, sizes: Sizes) -> None:
+        """Set ``next_outputs``, after the end of a ``schedule()`` has looked at the request."""
+        self.next_outputs = 0
+        if self.scheduled_tokens < self.prefill_tokens or self.last_batch:
+            return
+        size, prompt = sizes.block_tokens, prompt_length(self.request)
+        found = sys.maxsize
+        if self.shares_blocks:
+            usable = len(self.table) if self.usable_blocks is None else self.usable_blocks
+            limit = usable * size
+            if not sizes.shares_outputs:
+                limit = min(limit, self.prefill_tokens)
+            end = self.committed_tokens + size
+            if end <= limit:
+                found = 0 if end <= self.scheduled_tokens else end + sizes.tail_tokens - prompt
+        if sizes.decode_blocks and not self.spare and self.usable_blocks is None:
+            found = min(found, self.given * size - sizes.decode_slots - prompt)
+        self.next_outputs = found
 
     def check_alignment(self) -> None:
         """Find out if the scheduler uses its blocks in another order than the lease.
@@ -180,6 +204,8 @@ class RequestBlocks:
         self._room = 0  # number of blocks that can certainly be taken
         self._promised = 0  # number of blocks that a caller was told it can take
         self._has_committed = False  # True after a commit, until the next batch is scheduled
+        self._has_changed = False  # whether blocks were taken since the last step was closed
+        self._ahead: list[Holding] = []  # requests that may have spare blocks
         self.last_step = 0  # number of the last closed step
         self._batch = 0  # number of batches
         self._prefills = PrefillClock()
@@ -206,7 +232,17 @@ class RequestBlocks:
     def spare_blocks(self) -> int:
         """Number of blocks that leases have ahead of the scheduler."""
         with self._lock:
-            return sum(holding.spare for holding in self._holdings.values())
+            return sum(holding.spare for holding in self._holdings_ahead())
+
+    def _holdings_ahead(self) -> list[Holding]:
+        """Return the requests with spare blocks; only ``end_schedule`` takes blocks ahead."""
+        holdings = self._holdings
+        self._ahead = [
+            holding
+            for holding in self._ahead
+            if holding.spare and holdings.get(holding.request.request_id) is holding
+        ]
+        return self._ahead
 
     # --- verbs of requests ------------------------------------------------------------------------
 
@@ -232,6 +268,7 @@ class RequestBlocks:
                 return holding
             holding.lease = self._match(calls, holding, tokens, read=True)
             granted = calls.add(_grant_hit, holding.lease, onload)
+            self._has_changed = True
             room = self._record_room(calls, 0)
             calls.run(raise_errors=False)
             if granted.error is None:
@@ -263,6 +300,7 @@ class RequestBlocks:
             return None
         with self._lock:
             queued = sum(holding.queued_tokens for holding in self._holdings.values())
+            self._has_changed = True
         return self.engine.submit(
             self.engine.cache.prefetch,
             tokens,
@@ -322,6 +360,7 @@ class RequestBlocks:
             first = holding.given
             holding.given += num_blocks
             holding.is_scheduled = True
+            holding.next_outputs = 0
             self._promised = max(self._promised - num_blocks, 0)
             return holding.table[first : holding.given]
 
@@ -407,7 +446,7 @@ class RequestBlocks:
             self._leaving.clear()
 
     def end_schedule(self) -> int:
-        """Note that a batch has been scheduled, in one crossing.
+        """Note that a batch has been scheduled, in one crossing; in none when nothing changed.
 
         Commits what earlier batches compute, takes blocks ahead for requests that need some soon,
         asks for the room of the next step, and closes the step.
@@ -421,28 +460,35 @@ class RequestBlocks:
                 return self.last_step  # nothing to send: do not call the other thread
             calls = self.engine.calls()
             self._record_departures(calls)
-            self._record_commits(calls)
-            self._record_prefill(calls)
-            ahead = [holding for holding in self._holdings.values() if self._needs_blocks(holding)]
-            blocks = self._sizes.decode_blocks
-            leases = [holding.lease for holding in ahead if holding.lease is not None]
-            extended = calls.extend(leases, blocks * self._block_tokens)
-            room = self._record_room(calls, 0)
-            self._record_step(calls)
-            calls.run(raise_errors=False)
-            if extended.error is None:
-                for holding in ahead:
-                    self._update_table(holding)
-            self._room = room.value
+            due = self._record_commits(calls)
+            self._record_prefill(calls, due)
+            ahead = [holding for holding in due if self._needs_blocks(holding)]
+            if ahead or len(calls) or self._has_changed:
+                self._take_ahead(calls, ahead)
             self._has_committed = False
-            self._note_batch()
+            self._note_batch(due)
+            for holding in due:
+                holding.note_looked(self._sizes)
             return self.last_step
 
-    def _note_batch(self) -> None:
+    def _take_ahead(self, calls: Calls, ahead: list[Holding]) -> None:
+        """Take the next blocks of requests, ask for the room of a step, and close the step."""
+        leases = [holding.lease for holding in ahead if holding.lease is not None]
+        extended = calls.extend(leases, self._sizes.decode_blocks * self._block_tokens)
+        room = self._record_room(calls, 0)
+        self._record_step(calls)
+        calls.run(raise_errors=False)
+        if extended.error is None:
+            for holding in ahead:
+                self._update_table(holding)
+            self._ahead = self._holdings_ahead() + ahead
+        self._room = room.value
+
+    def _note_batch(self, due: list[Holding]) -> None:
         """Note which positions the scheduled batch computes, for later commits and for its time."""
         self._batch += 1
         num_tokens, waits = 0, False
-        for holding in self._holdings.values():
+        for holding in due:
             end = min(holding.request.num_computed_tokens, holding.prefill_tokens)
             if end > holding.scheduled_tokens:
                 num_tokens += end - holding.scheduled_tokens
@@ -451,10 +497,10 @@ class RequestBlocks:
         if not waits:
             self._prefills.begin(self._batch, num_tokens)
 
-    def _record_prefill(self, calls: Calls) -> None:
+    def _record_prefill(self, calls: Calls, due: list[Holding]) -> None:
         """Tell the engine how long the batches took whose requests have their first tokens."""
         ended = 0
-        for holding in self._holdings.values():
+        for holding in due:
             if holding.last_batch and len(holding.request.output_token_ids) > holding.base_outputs:
                 ended, holding.last_batch = max(ended, holding.last_batch), 0
         measured = self._prefills.end(ended) if ended else None
@@ -518,10 +564,17 @@ class RequestBlocks:
             write=shares,
         )
 
-    def _record_commits(self, calls: Calls) -> None:
+    def _record_commits(self, calls: Calls) -> list[Holding]:
+        """Commit the computed blocks of all requests; return those that had to be looked at."""
         self._has_committed = True
-        for holding in self._holdings.values():
+        due = [
+            holding
+            for holding in self._holdings.values()
+            if len(holding.request.output_token_ids) >= holding.next_outputs
+        ]
+        for holding in due:
             self._record_commit(calls, holding)
+        return due
 
     def _record_commit(self, calls: Calls, holding: Holding) -> None:
         """Commit the full blocks that are computed and not committed yet."""
@@ -578,6 +631,7 @@ class RequestBlocks:
 
     def _record_step(self, calls: Calls) -> None:
         """Close the step: transfers may write the blocks that were given back in it."""
+        self._has_changed = False
         calls.add(self._close_step)
 
     def _close_step(self) -> None:
@@ -619,10 +673,12 @@ class RequestBlocks:
         if isinstance(answer.error, WouldBlock | RequestTooLarge) or answer.value is False:
             return False
         self._update_table(holding)
+        self._has_changed = True
         self._room = max(self._room - num_blocks, 0)
         return True
 
     def _update_table(self, holding: Holding) -> None:
+        holding.next_outputs = 0
         if holding.lease is not None:
             holding.table = holding.lease.block_table.tolist()
 
@@ -630,7 +686,7 @@ class RequestBlocks:
         """Ask the engine for room; take spare blocks back, or wait for saves, if that helps."""
         if self._has_room(num_blocks):
             return True
-        spares = [holding for holding in self._holdings.values() if holding.spare]
+        spares = self._holdings_ahead()
         if spares:
             calls = self.engine.calls()
             for holding in spares:
