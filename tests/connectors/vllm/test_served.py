@@ -235,6 +235,8 @@ def test_answers_of_other_groups_are_exact_after_a_kill_and_damage(
     family = FAMILIES[name]
     model = family.write(tmp_path / "model")
     arguments = ("--num-gpu-blocks-override", "400", "--max-num-seqs", "2", *family.arguments)
+    if family.block_tokens == 32:  # 0.27.1 would choose 16, which its CPU kernel refuses
+        arguments += ("--block-size", "32")
     prompts = [prompt(seed, family.num_tokens) for seed in range(3)]
     with ServedModel(model, None, *arguments) as server:
         server.wait_ready()
