@@ -220,7 +220,8 @@ def _loaded_blocks() -> int:
     from aiokv.connectors.vllm import AiokvConnector
 
     gc.unfreeze()  # vLLM has frozen its objects
-    connectors = (one for one in gc.get_objects() if isinstance(one, AiokvConnector))
+    # `isinstance` would ask weak proxies for the class of an object that may be gone.
+    connectors = (one for one in gc.get_objects() if type(one) is AiokvConnector)
     return sum(
         one.engine.cache_statistics().attention.onloaded_blocks
         for one in connectors

@@ -15,7 +15,6 @@ MEASURED = (ROOT / "docs/reference/measured.md").read_text()
 
 # The run and the name of the server in ``vllm-h100-host-hits.json``.
 NO_OFFLOAD, VLLM, LMCACHE = ("run 1", "none"), ("run 2", "vllm"), ("run 2", "lmcache")
-LONG_ANSWERS = "vllm-h100-long-answers"  # of `python -m bench.vllm --loads long_answers`
 AIOKV, LAYERWISE = ("run 2", "aiokv"), ("run 2", "aiokv-layers-sync")
 
 
@@ -29,14 +28,13 @@ def cells_of(page: str, beginning: str) -> list[str]:
     return [cell.strip().replace("**", "") for cell in row.strip("|").split("|")]
 
 
-@pytest.mark.parametrize("page", [README, MEASURED], ids=["readme", "measured"])
 @pytest.mark.parametrize("clients", [1, 4])
 @pytest.mark.parametrize("new_tokens", [256, 1_536])
-def test_rates_and_first_tokens_of_prompts_in_host_memory(page, new_tokens, clients):
+def test_rates_and_first_tokens_of_prompts_in_host_memory(new_tokens, clients):
     measured = results("vllm-h100-host-hits")
     beginning = rf"\| {new_tokens:,}( \(\d\d % hits\))?, {clients}\b"
-    (row,) = [line for line in page.splitlines() if re.match(beginning, line)]
-    found = re.findall(r"([\d.]+)(?:/s)?, (\d+) ms", row.replace("**", ""))
+    (row,) = [line for line in MEASURED.splitlines() if re.match(beginning, line)]
+    found = re.findall(r"([\d.]+), (\d+) ms", row)
     servers = [NO_OFFLOAD, VLLM, LMCACHE, AIOKV, LAYERWISE]
     expected = []
     for run, server in servers:
@@ -46,54 +44,44 @@ def test_rates_and_first_tokens_of_prompts_in_host_memory(page, new_tokens, clie
     assert found == expected
 
 
-def test_rates_of_default_settings_relative_to_the_offload_of_vllm():
-    measured = results("vllm-h100-host-hits")
-    ratios = []
-    for load in measured[AIOKV[0]][AIOKV[1]]["load"]:
-        if load.startswith("host_hits"):
-            rates = [
-                measured[run][server]["load"][load]["requests_per_second"]
-                for run, server in (AIOKV, VLLM)
-            ]
-            ratios.append(rates[0] / rates[1])
-    assert len(ratios) == 4
-    assert f"{min(ratios):.2f} to {max(ratios):.2f} times the requests per second" in " ".join(
-        README.split()
-    )
-
-
 def test_conversations():
     measured = results("vllm-h100-multi-turn")
-    servers = [("run 1", "none"), ("run 2", "vllm"), ("run 1", "aiokv"), LAYERWISE]
     expected = []
-    for run, server in servers:
+    for run, server in (VLLM, ("run 1", "aiokv"), ("run 3", "aiokv-layers"), LAYERWISE):
         load = measured[run][server]["load"]["multi_turn"]
         rate, first_token = load["requests_per_second"], load["first_token_ms"]["p50"]
         expected.append(f"{rate:.1f}/s, {first_token:.0f} ms")
-    expected.insert(2, "not measured")
+    expected.insert(1, "not measured")
     assert cells_of(README, "conversations, 16 tokens")[1:] == expected
 
 
+def long_answers(clients: int, server: str) -> dict[str, Any]:
+    run = "run 2" if server in ("vllm", "lmcache") else "run 1"
+    return results("vllm-h100-long-answers")[run][server]["load"][f"long_answers_{clients}_clients"]
+
+
 @pytest.mark.parametrize("page", [README, MEASURED], ids=["readme", "measured"])
-def test_answers_of_64_tokens(page):
-    """The pages claim no figures until the results exist; then the tables must have them all."""
-    rows = re.findall(r"^\| 64 output tokens, (\d+) clients? \|(.*)\|$", page, re.MULTILINE)
-    if not (ROOT / "bench/results" / f"{LONG_ANSWERS}.json").exists():
-        assert rows == []
-        return
-    measured = results(LONG_ANSWERS)
-    expected = []
-    for clients in (1, 4, 16):
-        loads = [
-            measured[server]["load"][f"long_answers_{clients}_clients"]
-            for server in ("none", "vllm", "lmcache", "aiokv", "aiokv-layers", "aiokv-layers-sync")
-        ]
-        cells = [
-            f"{load['requests_per_second']:.3g}/s, {load['first_token_ms']['p50']:.0f} ms"
-            for load in loads
-        ]
-        expected.append((str(clients), f" {' | '.join(cells)} "))
-    assert [(clients, cells.replace("**", "")) for clients, cells in rows] == expected
+@pytest.mark.parametrize("clients", [1, 4, 16])
+def test_answers_of_64_tokens(page, clients):
+    loads = [
+        long_answers(clients, server)
+        for server in ("vllm", "lmcache", "aiokv", "aiokv-layers", "aiokv-layers-sync")
+    ]
+    assert cells_of(page, f"64 output tokens, {clients} client")[1:] == [
+        f"{load['requests_per_second']:.3g}/s, {load['first_token_ms']['p50']:.0f} ms"
+        for load in loads
+    ]
+
+
+def test_rates_of_default_settings_relative_to_the_offload_of_vllm():
+    ratios = [
+        long_answers(clients, "aiokv")["requests_per_second"]
+        / long_answers(clients, "vllm")["requests_per_second"]
+        for clients in (1, 4, 16)
+    ]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times the requests per second" in " ".join(
+        README.split()
+    )
 
 
 def test_hit_tokens_relative_to_lru():
@@ -166,7 +154,8 @@ def test_requests_per_cpu_second_of_the_index():
 
 def test_time_of_a_reset():
     milliseconds = results("reset")["benches"]["reset"]["ms_of_10000000_blocks"]
-    assert f"`reset` of ten million cached blocks takes {milliseconds:.0f} ms" in MEASURED
+    sentence = f"of ten million cached blocks that nothing uses takes {milliseconds:.1f} ms"
+    assert sentence in " ".join(MEASURED.split())
 
 
 def test_speed_of_the_disk_store_relative_to_a_plain_loop():

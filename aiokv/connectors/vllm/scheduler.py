@@ -686,7 +686,10 @@ class SchedulerHalf:
         log.info("vllm.reset_followed")
         if not self.forget():
             self._cache.give_up(
-                BrokenEngineError("vLLM has emptied its cache, and transfers of aiokv do not end")
+                BrokenEngineError(
+                    "vLLM has emptied its cache, and aiokv cannot forget its blocks while loads "
+                    "and saves go on"
+                )
             )
 
     def forget(self) -> bool:

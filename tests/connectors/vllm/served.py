@@ -155,7 +155,11 @@ def write_state_model(folder: Path) -> Path:
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         architectures=["Qwen3NextForCausalLM"],
     )
-    return _write(folder, Qwen3NextForCausalLM(config), dtype="bfloat16")
+    model = Qwen3NextForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.fill_(-4.0)  # a state decays over 80 tokens; by default, within a few
+    return _write(folder, model, dtype="bfloat16")
 
 
 _SMALL: Final[dict[str, Any]] = {
