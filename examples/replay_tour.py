@@ -54,7 +54,7 @@ async def record(trace: Path) -> float:
 def replay(trace: Path, plot: Path | None) -> None:
     """Replay the trace with caches of several sizes, and draw the hit rates."""
     result = trace.with_name("hits.json")
-    command = [sys.executable, "-m", "aiokv", "replay", str(trace), "--capacities", SIZES]
+    command = [sys.executable, "-P", "-m", "aiokv", "replay", str(trace), "--capacities", SIZES]
     command += ["--json", str(result), *(["--plot", str(plot)] if plot else [])]
     subprocess.run(command, check=True, capture_output=True)
     for point in json.loads(result.read_text())["capacities"]:

@@ -32,6 +32,9 @@ def test_example_prints_what_it_says(path, tmp_path):
     example = header_of(path)
     command = shlex.split(example.run)
     assert command[:2] == ["python", f"examples/{path.name}"]
+    # A clone in which `pip install .` was run: its sources lack the compiled core.
+    (tmp_path / "aiokv").mkdir()
+    (tmp_path / "aiokv/__init__.py").write_text("raise ImportError")
     done = subprocess.run(
         [sys.executable, path, *command[2:]],
         cwd=tmp_path,
