@@ -228,15 +228,17 @@ FAMILIES = {
 def test_answers_of_other_groups_are_exact_after_a_kill_and_damage(
     name: str, tmp_path: Path
 ) -> None:
+    import vllm
+
     from aiokv.connectors.vllm import compat
 
     if name == "Qwen3-Next" and not compat.CAN_LOAD_STATES:
         pytest.skip("this version of vLLM lets no connector load states")
+    if name == "Mistral, windows only" and vllm.__version__.startswith("0.27"):
+        pytest.skip("its CPU kernel ends the server, also without a connector")
     family = FAMILIES[name]
     model = family.write(tmp_path / "model")
     arguments = ("--num-gpu-blocks-override", "400", "--max-num-seqs", "2", *family.arguments)
-    if family.block_tokens == 32:  # 0.27.1 would choose 16, which its CPU kernel refuses
-        arguments += ("--block-size", "32")
     prompts = [prompt(seed, family.num_tokens) for seed in range(3)]
     with ServedModel(model, None, *arguments) as server:
         server.wait_ready()
