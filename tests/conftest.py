@@ -18,6 +18,9 @@ from aiokv.testing import clocked_loop
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.leftovers import open_descriptors, running_threads
 
+# Their asserts show values also where other folders import them.
+pytest.register_assert_rewrite("tests.stores.conformance", "tests.stores.failures")
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
