@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
+import os
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -28,9 +30,13 @@ if TYPE_CHECKING:
 
 _loops: list[asyncio.AbstractEventLoop] = []
 _loop_errors: list[dict[str, Any]] = []
+_stderr = 2
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    global _stderr
+    _stderr = os.dup(2)  # pytest captures the output of tests on descriptor 2 itself
     # A shell starts background jobs with ignored signals, which programs of tests would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     uvloop.run(asyncio.sleep(0))  # libuv opens a pipe for the whole process with its first loop
@@ -74,10 +80,29 @@ def _watched(factory: LoopFactory) -> LoopFactory:
     return make
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failed test at once: a run that is terminated prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = f"\nFAILED {report.nodeid} ({report.when}): {crash.message if crash else ''}\n"
+        os.write(_stderr, text.encode())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """After each test, freeze what it has left: lazily imported modules and reports of pytest."""
-    result = yield
+    """End the process when the test waits in native code far beyond its limit, with all stacks.
+
+    pytest-timeout raises in Python code only. After each test, freeze what it has left: lazily
+    imported modules and reports of pytest.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(1.5 * limit, exit=True, file=_stderr)
+    try:
+        result = yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     gc.collect()
     gc.freeze()
     return result
