@@ -6,8 +6,8 @@ results = await io.read(fd, addresses, lengths, offsets)   # int32[N]: bytes or 
 await io.aclose()
 
 Requests go to a native queue, which announces the end of each call through an eventfd on the loop.
-The queue has one thread that uses io_uring; where the kernel or a sandbox refuses it, up to 8
-threads with blocking calls.
+The queue has one thread that uses io_uring, and one that allocates the pages of each registered
+buffer; where the kernel or a sandbox refuses io_uring, up to 8 threads with blocking calls.
 ``AIOKV_IO=threads`` or ``AIOKV_IO=io_uring`` forces one of them.
 """
 
@@ -146,7 +146,8 @@ class DiskIo:
     def register_buffer(self, address: int, num_bytes: int) -> None:
         """Let the kernel map memory once for all later requests, which makes them faster.
 
-        Returns at once. A refusal of the kernel is logged.
+        Returns at once. The memory is registered in pieces as its pages are allocated; reads and
+        writes do not wait for it. A refusal of the kernel is logged. Needs Linux 5.13.
 
         Args:
             address: address of the first byte.

@@ -11,6 +11,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <stop_token>
 
 namespace aiokv {
 
@@ -24,13 +25,13 @@ inline bool may_lock(std::size_t num_bytes) {
     return (data[CAP_TO_INDEX(CAP_IPC_LOCK)].effective & CAP_TO_MASK(CAP_IPC_LOCK)) != 0;
 }
 
-// Lets the kernel allocate the pages of a buffer, one huge page per call. A registration also
-// allocates missing pages, but locks the address space meanwhile, for up to a GiB: other threads
+// Lets the kernel allocate the pages of a buffer, one huge page per call, until `stop`. A
+// registration also allocates missing pages, but locks the address space meanwhile: other threads
 // then wait in mmap and munmap.
-inline void populate(std::uint64_t address, std::size_t num_bytes) {
+inline void populate(std::uint64_t address, std::size_t num_bytes, const std::stop_token& stop) {
     constexpr std::size_t kStepBytes = std::size_t{2} << 20;
     constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, of Linux 5.14
-    for (std::size_t begin = 0; begin < num_bytes; begin += kStepBytes) {
+    for (std::size_t begin = 0; begin < num_bytes && !stop.stop_requested(); begin += kStepBytes) {
         void* pages = reinterpret_cast<void*>(address + begin);
         // With an old kernel, or memory of a driver, the registration allocates the pages or
         // refuses.

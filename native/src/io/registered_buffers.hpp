@@ -1,8 +1,6 @@
 // RegisteredBuffers: the memory that the kernel has mapped for an io_uring, and its numbers.
 #pragma once
 
-#include <sys/uio.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -13,39 +11,34 @@ namespace aiokv {
 
 class RegisteredBuffers {
   public:
-    // The kernel registers at most 1 GiB as one buffer.
-    static constexpr std::size_t kMaxBytes = std::size_t{1} << 30;
+    // Number of buffers, which is that of the next one.
+    unsigned size() const { return static_cast<unsigned>(buffers_.size()); }
 
-    const std::vector<iovec>& iovecs() const { return pieces_; }
-
-    // Returns the buffers together with more memory, which must not overlap them, in order of
-    // addresses.
-    RegisteredBuffers with(std::uint64_t address, std::size_t num_bytes) const {
-        RegisteredBuffers more = *this;
-        for (std::size_t begin = 0; begin < num_bytes; begin += kMaxBytes) {
-            more.pieces_.push_back(
-                {reinterpret_cast<void*>(address + begin), std::min(kMaxBytes, num_bytes - begin)});
-        }
-        std::ranges::sort(more.pieces_, {}, [](const iovec& piece) { return begin_of(piece); });
-        return more;
+    // Adds memory that overlaps none of the others.
+    void add(std::uint64_t address, std::size_t num_bytes) {
+        const Buffer buffer{address, address + num_bytes, static_cast<std::uint16_t>(size())};
+        buffers_.insert(behind(address), buffer);
     }
 
     // Returns the number of the buffer that has all of these bytes, if there is one.
     std::optional<std::uint16_t> find(std::uint64_t address, std::uint32_t length) const {
-        auto behind = std::ranges::upper_bound(pieces_, address, {},
-                                               [](const iovec& piece) { return begin_of(piece); });
-        if (behind == pieces_.begin()) return std::nullopt;
-        const iovec& piece = *--behind;
-        if (address + length > begin_of(piece) + piece.iov_len) return std::nullopt;
-        return static_cast<std::uint16_t>(behind - pieces_.begin());
+        const auto found = behind(address);
+        if (found == buffers_.begin() || address + length > found[-1].end) return std::nullopt;
+        return found[-1].number;
     }
 
   private:
-    static std::uint64_t begin_of(const iovec& piece) {
-        return reinterpret_cast<std::uint64_t>(piece.iov_base);
+    struct Buffer {
+        std::uint64_t begin, end;
+        std::uint16_t number;
+    };
+
+    // First buffer that begins behind an address.
+    std::vector<Buffer>::const_iterator behind(std::uint64_t address) const {
+        return std::ranges::upper_bound(buffers_, address, {}, &Buffer::begin);
     }
 
-    std::vector<iovec> pieces_;
+    std::vector<Buffer> buffers_;  // in order of addresses
 };
 
 }  // namespace aiokv

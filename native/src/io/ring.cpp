@@ -166,16 +166,23 @@ bool Ring::has_completion() const {
     return cq_head_ != load(cq_tail_);
 }
 
-int Ring::register_buffers(const std::vector<iovec>& buffers) {
-    if (has_buffers_) {
-        if (const int error = register_(uring::kUnregisterBuffers, nullptr, 0)) return error;
-        has_buffers_ = false;
-    }
-    if (buffers.empty()) return 0;
-    const auto count = static_cast<unsigned>(buffers.size());
-    const int error = register_(uring::kRegisterBuffers, buffers.data(), count);
-    has_buffers_ = error == 0;
-    return error;
+int Ring::register_buffer(unsigned number, iovec memory) {
+    if (number >= kMaxBuffers) return ENOSPC;
+    if (const int error = register_table()) return error;
+    uring::BuffersUpdate update{};
+    update.first = number;
+    update.iovecs = reinterpret_cast<std::uint64_t>(&memory);
+    update.count = 1;
+    return register_(uring::kUpdateBuffers, &update, sizeof update);
+}
+
+// Registers a table of empty buffers, so that each can be registered while requests are in flight.
+int Ring::register_table() {
+    if (has_table_) return 0;
+    const std::vector<iovec> empty(kMaxBuffers);
+    const int error = register_(uring::kRegisterBuffers, empty.data(), kMaxBuffers);
+    has_table_ = error == 0;
+    return error == EFAULT || error == EINVAL ? EOPNOTSUPP : error;  // no empty buffers
 }
 
 int Ring::register_(unsigned opcode, const void* argument, unsigned count) {

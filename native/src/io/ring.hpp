@@ -22,6 +22,8 @@ struct RingRefused : std::runtime_error {
 
 class Ring {
   public:
+    static constexpr unsigned kMaxBuffers = 1u << 14;  // limit of the kernel
+
     // Throws RingRefused with the reason.
     explicit Ring(unsigned entries);
     ~Ring();  // the kernel must have ended all requests
@@ -46,8 +48,9 @@ class Ring {
     std::optional<uring::Cqe> next_completion();
     bool has_completion() const;
 
-    // Replaces the registered buffers. Returns 0, or the errno, after which there are none.
-    int register_buffers(const std::vector<iovec>& buffers);
+    // Registers memory as buffer number `number`, which has none yet. Requests may be in flight.
+    // Returns 0 or the errno: EOPNOTSUPP before Linux 5.13.
+    int register_buffer(unsigned number, iovec memory);
 
   private:
     struct Mapping {
@@ -66,13 +69,14 @@ class Ring {
     void map();
     void check_that_it_runs();
     int enter(unsigned wait_for, const uring::EnterArgument* argument);
+    int register_table();
     int register_(unsigned opcode, const void* argument, unsigned count);
 
     uring::Params params_{};
     Descriptor ring_;
     Mapping rings_;
     Mapping sqes_mapping_;
-    bool has_buffers_ = false;
+    bool has_table_ = false;  // of registered buffers
     std::uint32_t* sq_head_ = nullptr;
     std::uint32_t* sq_shared_tail_ = nullptr;
     std::uint32_t sq_tail_ = 0;

@@ -2,13 +2,17 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <future>
 
+#include "populate.hpp"
 #include "ring_loop.hpp"
 
 namespace aiokv {
 
-RingBackend::RingBackend(std::size_t entries, IoCompletions& completions) : commands_(completions) {
+RingBackend::RingBackend(std::size_t entries, IoCompletions& completions)
+    : completions_(completions), commands_(completions) {
     std::promise<void> opened;
     thread_ = std::thread([&, entries] {
         std::optional<RingLoop> loop;
@@ -31,7 +35,26 @@ RingBackend::RingBackend(std::size_t entries, IoCompletions& completions) : comm
 }
 
 void RingBackend::register_buffer(std::uint64_t address, std::size_t num_bytes, IoJob job) {
-    commands_.register_buffer({address, num_bytes, job});
+    if (!may_lock(num_bytes)) {
+        completions_.end(job, -ENOMEM);
+        return;
+    }
+    std::lock_guard lock(mutex_);
+    populations_[job.request.tag] = std::jthread([=, this](const std::stop_token& stop) {
+        ::pthread_setname_np(::pthread_self(), "aiokv-io-pages");
+        std::size_t begin = 0;
+        do {
+            const std::size_t piece = std::min(kPieceBytes, num_bytes - begin);
+            populate(address + begin, piece, stop);
+            if (stop.stop_requested()) {
+                completions_.end(job, -ECANCELED);
+                return;
+            }
+            const bool is_last = begin + piece == num_bytes;
+            commands_.register_buffer({address + begin, piece, job, is_last});
+            begin += piece;
+        } while (begin < num_bytes);
+    });
 }
 
 void RingBackend::submit(std::span<const IoRequest> requests, std::uint64_t batch) {
@@ -39,11 +62,21 @@ void RingBackend::submit(std::span<const IoRequest> requests, std::uint64_t batc
 }
 
 void RingBackend::cancel(std::span<const std::uint64_t> tags) {
+    {
+        std::lock_guard lock(mutex_);
+        for (const auto tag : tags) {
+            if (const auto found = populations_.find(tag); found != populations_.end()) {
+                found->second.request_stop();
+            }
+        }
+    }
     commands_.cancel(TagSet(tags.begin(), tags.end()));
 }
 
 void RingBackend::close() {
     if (!thread_.joinable()) return;
+    for (auto& [tag, population] : populations_) population.request_stop();
+    populations_.clear();
     commands_.close();
     thread_.join();
 }

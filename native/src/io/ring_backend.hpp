@@ -1,7 +1,9 @@
 // RingBackend: an IoBackend on io_uring, with one thread that submits and collects.
 #pragma once
 
+#include <mutex>
 #include <thread>
+#include <unordered_map>
 
 #include "backend.hpp"
 #include "ring_commands.hpp"
@@ -23,8 +25,16 @@ class RingBackend final : public IoBackend {
     void close() override;
 
   private:
+    // Memory is registered in pieces of this size. The registration of one, whose pages exist,
+    // holds the thread for about a millisecond.
+    static constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
+
+    IoCompletions& completions_;
     RingCommands commands_;
     std::thread thread_;
+    std::mutex mutex_;
+    // Threads that allocate the pages of a registration, by the tag of its job.
+    std::unordered_map<std::uint64_t, std::jthread> populations_;
 };
 
 }  // namespace aiokv

@@ -1,10 +1,10 @@
 // RingCommands: commands of other threads to the thread of a RingBackend.
 #pragma once
 
+#include <deque>
 #include <mutex>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "event_fd.hpp"
 #include "job_line.hpp"
@@ -14,7 +14,8 @@ namespace aiokv {
 struct Registration {
     std::uint64_t address;
     std::size_t num_bytes;
-    IoJob job;  // ends when the memory is registered
+    IoJob job;
+    bool is_last = true;  // of the pieces of the job, which ends when this one is registered
 };
 
 // Thread-safe. Each command makes the eventfd readable until drain().
@@ -22,7 +23,7 @@ class RingCommands {
   public:
     struct Taken {
         TagSet cancelled_tags;
-        std::vector<Registration> registrations;
+        std::optional<Registration> registration;
         bool closing = false;
     };
 
@@ -41,6 +42,7 @@ class RingCommands {
     void cancel(const TagSet& tags) {
         std::lock_guard lock(mutex_);
         line_.cancel(tags);
+        end_registrations([&](const IoJob& job) { return tags.contains(job.request.tag); });
         cancelled_tags_.insert(tags.begin(), tags.end());
         event_.signal();
     }
@@ -55,17 +57,21 @@ class RingCommands {
         std::lock_guard lock(mutex_);
         closing_ = true;
         line_.cancel_all();
-        for (const auto& registration : registrations_) {
-            completions_.end(registration.job, -ECANCELED);
-        }
-        registrations_.clear();
+        end_registrations([](const IoJob&) { return true; });
         event_.signal();
     }
 
-    // Takes all commands except the jobs.
+    // Takes all commands except the jobs, but only the oldest registration: it takes milliseconds,
+    // and jobs are started between two of them.
     Taken take() {
         std::lock_guard lock(mutex_);
-        return {std::exchange(cancelled_tags_, {}), std::exchange(registrations_, {}), closing_};
+        Taken taken{std::exchange(cancelled_tags_, {}), std::nullopt, closing_};
+        if (!registrations_.empty()) {
+            taken.registration = registrations_.front();
+            registrations_.pop_front();
+            if (!registrations_.empty()) event_.signal();
+        }
+        return taken;
     }
 
     // Calls `start` with the oldest jobs while `has_room` returns true. While `may_write` returns
@@ -81,12 +87,21 @@ class RingCommands {
     }
 
   private:
+    template <class Of>
+    void end_registrations(const Of& of) {
+        std::erase_if(registrations_, [&](const Registration& registration) {
+            if (!of(registration.job)) return false;
+            if (registration.is_last) completions_.end(registration.job, -ECANCELED);
+            return true;
+        });
+    }
+
     IoCompletions& completions_;
     EventFd event_;
     std::mutex mutex_;
     JobLine line_;
     TagSet cancelled_tags_;
-    std::vector<Registration> registrations_;
+    std::deque<Registration> registrations_;
     bool closing_ = false;
 };
 

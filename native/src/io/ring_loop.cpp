@@ -6,8 +6,6 @@
 #include <cerrno>
 #include <utility>
 
-#include "populate.hpp"
-
 namespace aiokv {
 namespace {
 
@@ -39,8 +37,7 @@ void RingLoop::run() {
     while (true) {
         RingCommands::Taken taken = commands_.take();
         if (taken.closing || !taken.cancelled_tags.empty()) cancel(taken);
-        for (const auto& registration : taken.registrations) registrations_.push_back(registration);
-        do_registrations();
+        if (taken.registration) register_buffer(*taken.registration);
         start_jobs();
         if (!taken.closing) {
             watch_commands();
@@ -67,23 +64,15 @@ void RingLoop::cancel(const RingCommands::Taken& taken) {
     }
 }
 
-// Call without requests in flight: old kernels block in this call until all requests have ended.
-void RingLoop::do_registrations() {
-    if (in_kernel_ > 0) return;
-    for (const auto& registration : registrations_) register_buffer(registration);
-    registrations_.clear();
-}
-
+// After a refusal, no more memory is registered: the reason, often RLIMIT_MEMLOCK, is still there.
 void RingLoop::register_buffer(const Registration& registration) {
-    if (may_lock(registration.num_bytes)) populate(registration.address, registration.num_bytes);
-    RegisteredBuffers more = buffers_.with(registration.address, registration.num_bytes);
-    const int error = ring_.register_buffers(more.iovecs());
-    if (error == 0) {
-        buffers_ = std::move(more);
-    } else if (ring_.register_buffers(buffers_.iovecs()) != 0) {
-        buffers_ = {};
+    const auto [address, num_bytes, job, is_last] = registration;
+    if (refusal_ == 0) {
+        refusal_ =
+            ring_.register_buffer(buffers_.size(), {reinterpret_cast<void*>(address), num_bytes});
+        if (refusal_ == 0) buffers_.add(address, num_bytes);
     }
-    completions_.end(registration.job, -error);
+    if (is_last) completions_.end(job, -refusal_);
 }
 
 void RingLoop::start_jobs() {
@@ -94,7 +83,6 @@ void RingLoop::start_jobs() {
             start(slot);
         }
     }
-    if (!registrations_.empty()) return;
     commands_.take_jobs([this] { return !free_.empty(); }, [this] { return may_write(); },
                         [this](const IoJob& job) {
                             count(job);
@@ -139,9 +127,8 @@ void RingLoop::start(Slot slot) {
     }
 }
 
-// While registrations wait, the end of a request wakes the thread, and commands wait, too.
 void RingLoop::watch_commands() {
-    if (watches_commands_ || !registrations_.empty()) return;
+    if (watches_commands_) return;
     uring::Sqe& entry = ring_.prepare();
     entry.opcode = uring::kPollAdd;
     entry.fd = commands_.fd();

@@ -24,7 +24,6 @@ class RingLoop {
     using Slot = std::uint32_t;
 
     void cancel(const RingCommands::Taken& taken);
-    void do_registrations();
     void register_buffer(const Registration& registration);
     void start_jobs();
     bool may_write() const;
@@ -39,8 +38,8 @@ class RingLoop {
     IoCompletions& completions_;
     Ring ring_;
     RegisteredBuffers buffers_;
-    std::vector<Registration> registrations_;  // waiting until nothing is in the kernel
-    std::vector<Transfer> transfers_;          // by slot
+    int refusal_ = 0;                  // errno of the registration that the kernel refused
+    std::vector<Transfer> transfers_;  // by slot
     std::vector<Slot> free_;
     std::vector<Slot> continued_;  // slots of transfers with remaining parts
     bool watches_commands_ = false;

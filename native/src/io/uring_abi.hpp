@@ -66,6 +66,14 @@ struct EnterArgument {
 };
 static_assert(sizeof(EnterArgument) == 24);
 
+// Argument of kUpdateBuffers: new values of `count` buffers, from number `first` on.
+struct BuffersUpdate {
+    std::uint32_t first, reserved;
+    std::uint64_t iovecs, tags;
+    std::uint32_t count, reserved2;
+};
+static_assert(sizeof(BuffersUpdate) == 32);
+
 // opcodes
 inline constexpr std::uint8_t kNop = 0;
 inline constexpr std::uint8_t kFsync = 3;
@@ -94,7 +102,7 @@ inline constexpr std::uint32_t kFsyncDatasync = 1u << 0;
 
 // opcodes of register
 inline constexpr unsigned kRegisterBuffers = 0;
-inline constexpr unsigned kUnregisterBuffers = 1;
+inline constexpr unsigned kUpdateBuffers = 16;  // Linux 5.13
 
 // offsets of mmap
 inline constexpr std::int64_t kOffsetSqRing = 0;
