@@ -8,7 +8,7 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help build setup check demo docs test test-fast test-all test-native test-paddle test-sglang test-vllm services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate wheel test-wheel clean
+.PHONY: help build setup check demo docs test test-fast test-all test-native test-paddle test-paddle-2.6 test-sglang test-vllm services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate wheel test-wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -74,6 +74,12 @@ test-all: $(STAMP) $(VENV)/.group-test test-native ## the Python tests, then aga
 
 test-paddle: $(STAMP) $(VENV)/.group-test $(VENV)/.group-paddle-cpu ## the tests that need Paddle (cpu), which it installs
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
+
+$(VENV)-paddle-2.6/.installed: $(STAMP) pyproject.toml
+	$(call server_environment,paddlepaddle==2.6.2,paddle-2-6)
+
+test-paddle-2.6: $(VENV)-paddle-2.6/.installed ## the same tests with Paddle 2.6.2 and NumPy 1, in an environment of their own
+	$(VENV)-paddle-2.6/bin/python -m pytest tests/frameworks $(ARGS)
 
 # A virtual environment for the tests of a server's connector. $(1): package of the server, installed
 # without its dependencies, most of which need a GPU; $(2): dependency group that the tests import.

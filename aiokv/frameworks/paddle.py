@@ -1,13 +1,14 @@
 """KV regions as Paddle tensors, in place.
 
-DLPack cannot name some element types (bfloat16, float8), so a tensor is registered as a view of
-integers of the same size. Needs ``paddlepaddle`` (cpu) or ``paddlepaddle-gpu``.
+Tensors of Paddle 2.6 export their memory neither through DLPack nor an array interface, and DLPack
+cannot name some element types (bfloat16, float8). So :class:`TensorMemory` exports address, shape
+and strides. Needs ``paddlepaddle`` (cpu) or ``paddlepaddle-gpu``, 2.6.2 or newer.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from aiokv.errors import LayoutError, UsageError
 from aiokv.layout.arrays import dtype_name
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiokv.layout.regions import Regions
-
-
-_INTEGERS: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def import_paddle() -> Any:
@@ -72,37 +70,50 @@ def add_region(
 ) -> None:
     """Register Paddle tensors ``[device_blocks, ...]``, one per layer, of any dtype.
 
-    Borrowed, as in :meth:`Regions.add`, which takes only dtypes that DLPack can name. The other
-    arguments are those of :meth:`Regions.add`.
+    Borrowed, as in :meth:`Regions.add`, whose arguments the others are.
 
     Raises:
         LayoutError: the tensors do not fit; the registry is unchanged.
     """
     regions.add(
         name,
-        layers=[as_integers(tensor) for tensor in layers],
+        layers=[TensorMemory(tensor) for tensor in layers],
         layer_indices=layer_indices,
         more_blocks=more_blocks,
-        dtypes=[dtype_name(tensor) for tensor in layers],
         axes=axes,
         heads=heads,
     )
 
 
-def as_integers(tensor: Any) -> Any:
-    """Return a view of the tensor as integers of the same size, which DLPack can export.
+class TensorMemory:
+    """Memory of a dense Paddle tensor of any dtype, on the CPU or a GPU; keeps the tensor alive.
+
+    Has ``__array_interface__`` or ``__cuda_array_interface__``, with elements of opaque bytes.
+
+    Args:
+        tensor: the tensor; it may be a view with strides.
 
     Raises:
-        LayoutError: there is no such view.
+        LayoutError: the tensor is neither on the CPU nor on a CUDA GPU, or is not dense.
     """
-    size_bytes = tensor.element_size()
-    if size_bytes not in _INTEGERS:
-        raise LayoutError(
-            f"elements of {tensor.dtype} have {size_bytes} bytes; the size must be 1, 2, 4 or 8"
-        )
-    # The view has elements of the same size: Paddle 3.3 misplaces a view with another size if it
-    # does not begin at the start of its storage.
-    view = tensor.detach().view(_INTEGERS[size_bytes])
-    if view.data_ptr() != tensor.data_ptr():
-        raise LayoutError(f"Paddle copied a tensor of {tensor.dtype} to view it as integers")
-    return view
+
+    def __init__(self, tensor: Any) -> None:
+        place = tensor.place
+        if not (place.is_gpu_place() or place.is_cpu_place() or place.is_cuda_pinned_place()):
+            raise LayoutError(f"the tensor is on {place}; it must be on the CPU or a CUDA GPU")
+        if not tensor.is_dense():
+            raise LayoutError(f"a sparse tensor of shape {list(tensor.shape)} has no blocks")
+        size_bytes = tensor.element_size()
+        interface = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size_bytes for stride in tensor.strides),
+            "typestr": f"|V{size_bytes}",
+        }
+        self.tensor = tensor
+        self.dtype = dtype_name(tensor)
+        if place.is_gpu_place():
+            self.__cuda_array_interface__ = interface
+        else:
+            self.__array_interface__ = interface

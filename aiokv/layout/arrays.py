@@ -237,7 +237,8 @@ def interface_of(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
             continue  # PyTorch raises other errors, too, such as for float8
     if not hasattr(tensor, "__dlpack__"):
         raise LayoutError(
-            f"{what}: {type(tensor).__name__} has neither an array interface nor DLPack"
+            f"{what}: {type(tensor).__name__} has neither an array interface nor DLPack",
+            hint="for tensors of Paddle, use aiokv.frameworks.paddle.add_region",
         )
     return _from_dlpack(tensor, what)
 

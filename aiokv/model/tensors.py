@@ -331,9 +331,9 @@ def _register_states(
 def _borrowed(tensors: list[Any], library: Library) -> list[Any]:
     """Return tensors that ``Regions`` accepts."""
     if library == "paddle":
-        from aiokv.frameworks.paddle import as_integers
+        from aiokv.frameworks.paddle import TensorMemory
 
-        return [as_integers(tensor) for tensor in tensors]
+        return [TensorMemory(tensor) for tensor in tensors]
     return tensors
 
 

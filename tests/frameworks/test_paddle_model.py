@@ -62,9 +62,10 @@ def test_corrupted_block_changes_the_output(paddle, kv_format):
     assert_a_corrupted_block_shows(load(paddle, kv_format))
 
 
-def test_computing_does_not_move_the_cache(paddle):
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
+def test_computing_does_not_move_the_cache(paddle, kv_format):
     """The regions are borrowed: a cache tensor that Paddle replaced would no longer be moved."""
-    model = load(paddle, "int8")
+    model = load(paddle, kv_format)
     cache = model.new_cache(device_blocks=8, block_tokens=16)
     before = [piece.pointer for piece in cache.regions().pieces()]
     run(model, cache, [(random_tokens(CONFIG, 70, seed=9), 0, range(5))])

@@ -54,5 +54,7 @@ def _handle(thing: Any, attributes: tuple[str, ...], wrappers: tuple[str, ...], 
             return _handle(inner, attributes, wrappers, what)
     raise UsageError(
         f"{what} is a {type(thing).__module__}.{type(thing).__name__}; it must be a CUDA {what} of "
-        "CuPy, PyTorch, Paddle or Numba, or a handle"
+        "CuPy, PyTorch, Paddle or Numba, or a handle",
+        hint="for an event of Paddle 2.6, which has no handle, use "
+        "aiokv.frameworks.paddle.recorded_event",
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 import aiokv
 from aiokv.demo.batch import contexts, slots
-from aiokv.frameworks.paddle import add_region, as_integers, import_paddle
+from aiokv.frameworks.paddle import TensorMemory, add_region, import_paddle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -84,7 +84,7 @@ class PaddleCache:
         """Shift the numbers of one block by one place in every layer."""
         for tensors in self._tensors.values():
             for tensor in tensors.stored:
-                numbers = np.from_dlpack(as_integers(tensor))
+                numbers = np.asarray(TensorMemory(tensor))
                 numbers[block] = np.roll(numbers[block], 1, axis=-1)
 
     def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
