@@ -11,7 +11,8 @@ from tests.connectors.fastdeploy_server import BLOCK, Request, Status, fd_config
 
 @contextmanager
 def opened(device_blocks: int, host_blocks: int = 0, options: dict | None = None, **fields):
-    manager = CacheManager(fd_config(device_blocks, host_blocks, **fields), **(options or {}))
+    options = {"waits_for_onloads": False, **(options or {})}
+    manager = CacheManager(fd_config(device_blocks, host_blocks, **fields), **options)
     try:
         yield manager
         engine = manager.engine

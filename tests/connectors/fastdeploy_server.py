@@ -169,7 +169,12 @@ class Worker:
 
     As in FastDeploy, a request that has its first token decodes in each step of the worker, until
     it has its last token, or no position left, or the scheduler stops it.
+
+    Attributes:
+        writes_first: True if a batch writes a layer before any of its requests reads that layer.
     """
+
+    writes_first = False
 
     def __init__(self, layers: list[np.ndarray], controller: CacheController) -> None:
         self.layers = layers
@@ -213,8 +218,13 @@ class Worker:
         for layer in range(LAYERS):
             if counter is not None:
                 assert counter.wait_for_layer(layer, timeout=PATIENCE_SECONDS)
+            if not self.writes_first:
+                for task, first, _ in work:
+                    self._read(task, layer, first)
             for task, first, last in work:
-                self._compute(task, layer, first, last)
+                self._write(task, layer, first, last)
+            for task, _, last in work:
+                self._read(task, layer, last)
         for task, _, last in work:
             if last == len(task.tokens):
                 self.running[task.request_id] = task
@@ -224,17 +234,21 @@ class Worker:
                     del self.running[task.request_id]
         return answers
 
-    def _compute(self, task: Task, layer: int, first: int, last: int) -> None:
+    def _write(self, task: Task, layer: int, first: int, last: int) -> None:
         table, kv = task.block_tables, self.layers[layer]
+        expected = kv_of(task.tokens[:last], layer)
+        for position in range(first, last):
+            kv[table[position // BLOCK], position % BLOCK] = expected[position]
+
+    def _read(self, task: Task, layer: int, last: int) -> None:
+        table = task.block_tables
         expected = kv_of(task.tokens[:last], layer)
         blocks = -(-last // BLOCK)
         assert len(set(table[:blocks])) == blocks, f"{task.request_id}: {table}"
-        rows = kv[table[:blocks]].reshape(-1, WIDTH)
-        wrong = np.flatnonzero((rows[:first] != expected[:first]).any(axis=1))
-        assert wrong.size == 0, f"{task.request_id}: wrong KV at {wrong} of {first}, {table}"
-        for position in range(first, last):
-            kv[table[position // BLOCK], position % BLOCK] = expected[position]
-        self.read_positions += first
+        rows = self.layers[layer][table[:blocks]].reshape(-1, WIDTH)
+        wrong = np.flatnonzero((rows[:last] != expected).any(axis=1))
+        assert wrong.size == 0, f"{task.request_id}: wrong KV at {wrong} of {last}, {table}"
+        self.read_positions += last
 
 
 class Scheduler:
@@ -475,7 +489,11 @@ class OldScheduler(Scheduler):
 
 
 class Server:
-    """Manager, worker and scheduler of one process, on the cpu device."""
+    """Manager, worker and scheduler of one process, on the cpu device.
+
+    ``kind`` is "v1"; "layers", whose worker waits for layers of onloads; or "v0" without cache
+    manager v1.
+    """
 
     def __init__(
         self,
@@ -492,16 +510,13 @@ class Server:
             "regions": regions_of(layers),
             "device": device,
             "verify": "off" if device else "checksum",
-            "waits_for_onloads": kind != "v1",
+            "waits_for_onloads": kind != "layers",
             **(cache_options or {}),
         }
-        if kind == "v1":
-            self.manager = CacheManager(config, **cache_options)
-        else:
-            prefix = PrefixCacheManager(config, **cache_options)
-            self.manager = prefix.cache
+        prefix = PrefixCacheManager(config, **cache_options) if kind == "v0" else None
+        self.manager = CacheManager(config, **cache_options) if prefix is None else prefix.cache
         self.worker = Worker(layers, CacheController(config, source=self.manager))
-        if kind == "v1":
+        if prefix is None:
             self.scheduler = Scheduler(self.manager, self.worker)
         else:
             self.scheduler = OldScheduler(prefix, self.worker)
@@ -569,8 +584,14 @@ class Cluster:
         config = fd_config(device_blocks, host_blocks, **options)
         config.parallel_config = SimpleNamespace(tensor_parallel_size=self.RANKS)
         group = RankGroup(self.RANKS, path=path / "ranks")
-        prefix = None if kind == "v1" else PrefixCacheManager(config, self.RANKS, ranks=group)
-        self.manager = CacheManager(config, ranks=group) if prefix is None else prefix.cache
+        in_batch = kind == "in_batch"
+        options = {
+            "ranks": group,
+            "waits_for_onloads": kind != "layers",
+            "shares_in_batch": in_batch,
+        }
+        prefix = PrefixCacheManager(config, self.RANKS, **options) if kind == "v0" else None
+        self.manager = CacheManager(config, **options) if prefix is None else prefix.cache
         self.streams = [Stream() for _ in range(self.RANKS)]
         self.workers = []
         for number, stream in enumerate(self.streams):
@@ -579,6 +600,7 @@ class Cluster:
             )
             layers = controller.initialize_kv_cache(Backend(), device_blocks)
             self.workers.append(Worker(layers, controller))
+            self.workers[-1].writes_first = in_batch
         self.scheduler = (
             Scheduler(self.manager, self.workers[0])
             if prefix is None

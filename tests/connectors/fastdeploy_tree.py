@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -35,10 +36,12 @@ from tests.connectors.fastdeploy_server import (
     Type,
     Worker,
     next_token,
+    tensors,
 )
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 ABSENT = {
@@ -119,6 +122,8 @@ def fd_config(
     ranks: int = 1,
     batch_tokens: int = 32,
     storage: str | None = None,
+    max_tokens: int = 128,
+    role: str = "mixed",
 ) -> Any:
     from fastdeploy.config import CacheConfig, FDConfig, ParallelConfig, SchedulerConfig
     from fastdeploy.engine.args_utils import EngineArgs
@@ -131,7 +136,7 @@ def fd_config(
     fields = asdict(arguments)
     cache = CacheConfig(fields)
     cache.block_size = BLOCK
-    cache.max_block_num_per_seq = 64
+    cache.max_block_num_per_seq = max_tokens // 2
     cache.enc_dec_block_num = 1
     cache.prealloc_dec_block_slot_num_threshold = 0
     cache.enable_prefix_caching = cache.enable_chunked_prefill = True
@@ -142,14 +147,15 @@ def fd_config(
     cache.kv_cache_ratio, cache.bytes_per_token_per_layer = 1.0, 1
     cache.kvcache_storage_backend = storage
     model = SimpleNamespace(
-        enable_mm=images, max_model_len=128, architectures=["test"], mm_max_tokens_per_item=None,
-        version=None, num_hidden_layers=LAYERS, dtype="int64", print=print, model="test",
+        enable_mm=images, max_model_len=max_tokens, architectures=["test"], version=None,
+        mm_max_tokens_per_item=None, num_hidden_layers=LAYERS, dtype="int64", print=print,
+        model="test",
     )  # fmt: skip
     speculative = SimpleNamespace(
         method="mtp" if drafts else None, num_speculative_tokens=drafts, num_extra_cache_layer=0
     )
     scheduler = SchedulerConfig(fields)
-    scheduler.splitwise_role = "mixed"
+    scheduler.splitwise_role = role
     config = FDConfig(
         model_config=model,
         cache_config=cache,
@@ -173,18 +179,49 @@ class Drive:
         seats: number of requests at a time.
         ranks: number of workers.
         chance: source of the order of events.
+        device: makes the device of a worker.
+        shares_in_batch: True to share blocks within a batch.
+        is_own: True for FastDeploy's own manager, without host blocks.
     """
 
-    def __init__(self, config: Any, seats: int, ranks: int, chance: random.Random) -> None:
+    def __init__(
+        self,
+        config: Any,
+        seats: int,
+        ranks: int,
+        chance: random.Random,
+        device: Callable[[], Any] = lambda: None,
+        *,
+        shares_in_batch: bool = False,
+        is_own: bool = False,
+    ) -> None:
         from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1
+        from fastdeploy.platforms import current_platform
 
-        self.manager = ResourceManagerV1(seats, config, ranks, "mixed")
+        with mock.patch.object(type(current_platform), "is_cuda", return_value=shares_in_batch):
+            self.manager = ResourceManagerV1(
+                seats, config, ranks, config.scheduler_config.splitwise_role
+            )
         self.chance = chance
         self.workers = []
+        self.block_hasher = None
+        if is_own:
+            from fastdeploy.cache_manager.v1 import CacheManager
+            from fastdeploy.cache_manager.v1.cache_utils import get_request_block_hasher
+
+            self.manager.cache_manager.close()
+            own = self.manager.cache_manager = CacheManager(config)
+            own.begin_fetch = own.cache_output_blocks = lambda *_: None
+            own.expired_requests = list
+            self.block_hasher = get_request_block_hasher(block_size=BLOCK)
+            self.workers.append(Worker(tensors(config.cache_config.total_block_num), None))
+            self.workers[-1].writes_first = True
+            ranks = 0
         for rank in range(ranks):
-            controller = CacheController.for_worker(config, rank, rank)
+            controller = CacheController.for_worker(config, rank, rank, device=device())
             layers = controller.initialize_kv_cache(Backend(), config.cache_config.total_block_num)
             self.workers.append(Worker(layers, controller))
+            self.workers[-1].writes_first = shares_in_batch
         self.batches: deque[bytes] = deque()
         self.answers: deque[list[tuple[str, int | None]]] = deque()
         self.requests: dict[str, Any] = {}
@@ -193,18 +230,24 @@ class Drive:
         self.ended: set[str] = set()
         self.aborted: set[str] = set()
         self.cached_tokens = 0
+        self.computed_tokens = 0  # positions of prompts
         self.preemptions = 0
 
     def close(self) -> None:
         self.manager.finish_execution_pool.shutdown()
         self.manager.async_preprocess_pool.shutdown()
         self.manager.need_block_num_signal.clear()
-        self.manager.cache_manager.close()
-        for worker in self.workers:
-            worker.controller.stop()
+        if self.block_hasher is None:
+            self.manager.cache_manager.close()
+            for worker in self.workers:
+                worker.controller.stop()
 
     def add(self, name: str, prompt: list[int], max_outputs: int, images=()) -> None:
         """Add a request; ``images`` has the offset, the length and the content of each."""
+        self.manager.add_request(self.make(name, prompt, max_outputs, images))
+
+    def make(self, name: str, prompt: list[int], max_outputs: int, images=()) -> Any:
+        """Return a request that the manager does not know yet."""
         from fastdeploy.engine.request import ImagePosition, Request, RequestMetrics
 
         tokens, content = list(prompt), list(prompt)
@@ -220,8 +263,9 @@ class Drive:
         request.prompt_token_ids_len = request.need_prefill_tokens = len(tokens)
         request.output_token_ids = []
         request.metrics = RequestMetrics()
+        request.set_block_hasher(self.block_hasher)
         self.requests[name], self.contents[name], self.limits[name] = request, content, max_outputs
-        self.manager.add_request(request)
+        return request
 
     def abort(self, name: str) -> None:
         self.aborted.add(name)
@@ -244,8 +288,21 @@ class Drive:
             elif self.answers:
                 self.take(self.answers.popleft())
         assert self.is_idle, f"{len(self.manager.requests)} requests are left"
+        if self.block_hasher is not None:
+            return
         engine = self.manager.cache_manager.engine
         assert engine.call(engine.cache.check_invariants) == []
+
+    def run_in_lockstep(self, num_steps: int = 2_000) -> None:
+        """Compute each batch, and take its results, before the next one is scheduled."""
+        for _ in range(num_steps):
+            if self.is_idle:
+                return
+            self.schedule()
+            self.compute()
+            while self.answers:
+                self.take(self.answers.popleft())
+        raise AssertionError(f"{len(self.manager.requests)} requests are left")
 
     def schedule(self) -> None:
         batch, errors = self.manager.schedule()
@@ -254,10 +311,12 @@ class Drive:
             for task in batch:
                 if task.task_type.value == Type.PREFILL.value:
                     self.cached_tokens += task.num_cached_tokens
+                    self.computed_tokens += task.prefill_end_index - task.prefill_start_index
                     task.num_cached_tokens = 0
             self.batches.append(pickle.dumps(batch))
         waiting = self.manager.waiting
-        if waiting and not self.manager.running:
+        # An onload may wait for a step that the workers close with a batch.
+        if waiting and not self.manager.running and not self.batches:
             for future in waiting[0].async_process_futures:
                 future.exception(PATIENCE_SECONDS)
 
@@ -266,9 +325,7 @@ class Drive:
         batch = pickle.loads(self.batches.popleft()) if self.batches else BatchRequest()
         answers = []
         for worker in self.workers:
-            counter = worker.controller.submit_swap_tasks(
-                batch.cache_evict_metadata, batch.cache_swap_metadata
-            )
+            counter = None if worker.controller is None else worker.begin(batch)
             tasks = BatchRequest()
             for request in batch:
                 tasks.add_request(self._task(request))
@@ -323,6 +380,124 @@ class Drive:
                 tokens.append(next_token(tokens))
             assert request.output_token_ids == tokens[len(self.contents[name]) :], name
 
+    def metrics(self) -> dict[str, float]:
+        """Return the hit rates of FastDeploy's own metrics."""
+        from fastdeploy.metrics.metrics import main_process_metrics
+
+        names = ("hit_req_rate", "hit_token_rate", "gpu_hit_token_rate", "cpu_hit_token_rate")
+        gauges = {name: getattr(main_process_metrics, name) for name in names}
+        return {name: gauge.collect()[0].samples[0].value for name, gauge in gauges.items()}
+
     @property
     def read_positions(self) -> int:
         return int(np.sum([worker.read_positions for worker in self.workers]))
+
+
+class Roles:
+    """A prefill server and a decode server, and a transport that copies the KV of prompts.
+
+    Args:
+        prefill, decode: the servers.
+        chance: source of the order of events.
+        lost: share of requests that the prefill server loses.
+    """
+
+    def __init__(self, prefill: Drive, decode: Drive, chance: random.Random, lost: float) -> None:
+        self.prefill, self.decode, self.chance, self.lost = prefill, decode, chance, lost
+        self.waiting: deque[tuple[str, list[int], int]] = deque()
+        self.prompts: dict[str, list[int]] = {}
+        self.sources: dict[str, list[int]] = {}
+        self.not_before: dict[str, int] = {}  # batches that the decode server computes first
+        self.computed: deque[tuple[str, int]] = deque()
+        self.lost_requests: set[str] = set()
+        self.dropped: set[str] = set()
+        self.decode_batches = 0
+
+    def add(self, name: str, prompt: list[int], max_outputs: int) -> None:
+        self.waiting.append((name, prompt, max_outputs))
+
+    def preallocate(self) -> None:
+        """Take blocks on both servers for the first request, as FastDeploy's engines do."""
+        name, prompt, max_outputs = self.waiting[0]
+        source = self.prefill.make(name, prompt, 1)
+        source.disaggregate_info = {"role": "prefill"}
+        if not self.prefill.manager.preallocate_resource_in_p(source):
+            return
+        target = self.decode.make(name, prompt, max_outputs)
+        target.disaggregate_info = {"role": "decode"}
+        if not self.decode.manager.preallocate_resource_in_d(target):
+            self.prefill.manager.pre_recycle_resource(name)
+            return
+        self.waiting.popleft()
+        self.prompts[name], self.sources[name] = prompt, list(source.block_tables)
+        self.not_before[name] = self.decode_batches + len(self.decode.batches) + 2
+        self.prefill.cached_tokens += source.num_cached_tokens
+        source.num_cached_tokens = 0
+        self.prefill.manager.add_request_in_p([source])
+
+    def step_prefill(self) -> None:
+        self.prefill.schedule()
+        self.prefill.compute()
+        while self.prefill.answers:
+            for name, token in self.prefill.answers.popleft():
+                self.prefill.requests[name].output_token_ids.append(token)
+                self.computed.append((name, token))
+
+    def step_decode(self) -> None:
+        turn = self.chance.random()
+        if turn < 0.4 and len(self.decode.batches) < 3:
+            self.decode.schedule()
+        elif turn < 0.75:
+            self.decode.compute()
+            self.decode_batches += 1
+        elif self.decode.answers:
+            self.decode.take(self.decode.answers.popleft())
+
+    def send(self) -> None:
+        """Copy the blocks of a prompt, let the decode server know, and finish the request here."""
+        name, token = self.computed[0]
+        if self.decode_batches < self.not_before[name]:
+            return
+        self.computed.popleft()
+        if self.chance.random() < self.lost:
+            self.lost_requests.add(name)
+        elif name in self.decode.manager.requests:
+            blocks = -(-len(self.prompts[name]) // BLOCK)
+            table = self.decode.requests[name].block_tables
+            for source, target in zip(self.prefill.workers, self.decode.workers, strict=True):
+                for old, new in zip(source.layers, target.layers, strict=True):
+                    new[table[:blocks]] = old[self.sources[name][:blocks]]
+            self._tell(name, token)
+        self.prefill.manager.finish_requests(name)
+
+    def _tell(self, name: str, token: int) -> None:
+        output = SimpleNamespace(
+            request_id=name,
+            outputs=SimpleNamespace(token_ids=[token], draft_token_ids=[]),
+            num_cached_tokens=0,
+            metrics=self.decode.requests[name].metrics,
+        )
+        self.decode.manager.add_prefilled_request(output)
+        if len(self.decode.requests[name].output_token_ids) == self.decode.limits[name]:
+            self.decode.ended.add(name)
+            self.decode.manager.finish_requests(name)
+
+    def run(self, expire: Callable[[], None], num_steps: int = 20_000) -> None:
+        """Let all parts take turns; ``expire`` lets the time to live of lost requests pass."""
+        for _ in range(num_steps):
+            left = set(self.decode.manager.requests) - self.lost_requests
+            if not (self.waiting or self.computed or left or self.prefill.manager.requests):
+                break
+            turn = self.chance.random()
+            if turn < 0.2 and self.waiting:
+                self.preallocate()
+            elif turn < 0.5:
+                self.step_prefill()
+            elif turn < 0.6 and self.computed:
+                self.send()
+            elif turn < 0.61:
+                expire()
+            else:
+                self.step_decode()
+        assert not [*self.waiting, *self.computed, *left]
+        assert not self.prefill.manager.requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,7 +51,7 @@ def test_second_turn_hits_prompt_and_outputs():
         assert second.output_token_ids == outputs_of(second)
 
 
-@pytest.mark.parametrize("kind", ["v1", "v0"])
+@pytest.mark.parametrize("kind", ["v1", "layers", "v0"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_requests_get_their_outputs(policy, kind):
     """Chunks, shared prefixes, decoding, preemption, resume and abort, with a small device."""
@@ -151,7 +152,7 @@ def test_failed_onload_reaches_worker_and_scheduler():
     """The worker must not use what it computes; nothing of the request is shared."""
     device = ScriptedDevice()
     device.fail("onload", copy=0, layer=1, block=1)
-    with Server(6, 12, device, write_policy="write_through") as server:
+    with Server(6, 12, device, "layers", write_policy="write_through") as server:
         manager, scheduler = server.manager, server.scheduler
         tokens = prompt(1, 13)
         scheduler.add(Request("a", tokens, 1))
@@ -182,11 +183,10 @@ def test_failed_onload_reaches_worker_and_scheduler():
 
 
 def test_request_whose_onload_fails_is_computed_again():
-    """A manager that waits for onloads tells the worker of none that fails."""
+    """The worker is told of no onload that fails."""
     device = ScriptedDevice()
     device.fail("onload", copy=0, layer=1, block=1)
-    options = {"waits_for_onloads": True}
-    with Server(6, 12, device, cache_options=options, write_policy="write_through") as server:
+    with Server(6, 12, device, write_policy="write_through") as server:
         scheduler = server.scheduler
         tokens = prompt(1, 13)
         for request in (Request("a", tokens, 1), Request("b", prompt(2, 21), 1)):
@@ -199,13 +199,93 @@ def test_request_whose_onload_fails_is_computed_again():
         assert again.output_token_ids == outputs_of(again)
         assert again.num_cached_tokens == BLOCK, "the block before the failure has arrived"
         assert server.manager.metrics.matched_token_num == BLOCK
+        assert server.manager.failed_requests() == []
+
+
+def test_request_whose_onload_fails_at_once_is_computed_again():
+    """The onload has ended when the match returns, and its blocks hold other bytes."""
+    device = ScriptedDevice()
+    device.reject("onload", copy=0)
+    with Server(6, 12, device, write_policy="write_through") as server:
+        manager, scheduler = server.manager, server.scheduler
+        tokens = prompt(1, 13)
+        for request in (Request("a", tokens, 1), Request("b", prompt(2, 21), 1)):
+            scheduler.add(request)
+            scheduler.run()
+            server.drain()
+        again = Request("c", tokens, 9)
+        match = manager.blocks.match
+
+        def match_and_drain(*args, **options):
+            holding = match(*args, **options)
+            server.drain()
+            return holding
+
+        manager.blocks.match = match_and_drain
+        scheduler.add(again)
+        scheduler.run()
+        assert again.output_token_ids == outputs_of(again)
+        assert again.num_cached_tokens == 0
+
+
+def test_other_requests_are_scheduled_while_one_waits_for_its_onload():
+    device = ScriptedDevice()
+    with Server(16, 12, device, write_policy="write_through") as server:
+        manager, scheduler = server.manager, server.scheduler
+        tokens = prompt(1, 13)
+        scheduler.add(Request("a", tokens, 1))
+        scheduler.run()
+        server.drain()
+        manager.free_all_device_blocks()
+        gate = device.hold("onload", copy=0)
+        waits, other = Request("b", tokens, 3), Request("c", prompt(2, 9), 20)
+        scheduler.add(waits, other)
+        assert len(scheduler.schedule()) == 0, "the request in front begins its onload"
+        scheduler.step()
+        assert [request.request_id for request in scheduler.running] == ["c"]
+        for _ in range(3):
+            scheduler.step()
+        assert len(other.output_token_ids) == 4
+        assert manager.metrics.req_count == 2, "a request that waits does not count"
+        gate.open()
+        for future in waits.async_process_futures:
+            assert future.exception(PATIENCE_SECONDS) is None
+        scheduler.step()
+        assert waits.num_cached_tokens == 3 * BLOCK
+        assert waits.match_result.matched_host_nums == 3
+        assert manager.metrics.total_cpu_matched_token_num == 3 * BLOCK
+        scheduler.run()
+        assert waits.output_token_ids == outputs_of(waits)
+        assert other.output_token_ids == outputs_of(other)
+
+
+def test_requests_that_run_take_the_blocks_of_one_that_waits():
+    """The scheduler may forget a waiting request, and its blocks are not lost."""
+    device = ScriptedDevice()
+    with Server(6, 12, device, write_policy="write_through") as server:
+        manager, scheduler = server.manager, server.scheduler
+        tokens = prompt(1, 13)
+        scheduler.add(Request("a", tokens, 1))
+        scheduler.run()
+        server.drain()
+        manager.free_all_device_blocks()
+        gate = device.hold("onload", copy=0)
+        scheduler.add(Request("b", tokens, 3))
+        scheduler.schedule()
+        gate.open()
+        server.drain()
+        scheduler.waiting.clear()
+        other = Request("c", prompt(2, 21), 1)
+        scheduler.add(other)
+        scheduler.run()
+        assert other.output_token_ids == outputs_of(other)
 
 
 def test_failed_onload_reaches_a_worker_that_gets_the_batch_late():
     """The scheduler has begun other onloads meanwhile."""
     device = ScriptedDevice()
     device.fail("onload", copy=0, layer=1, block=1)
-    with Server(16, 24, device, write_policy="write_through") as server:
+    with Server(16, 24, device, "layers", write_policy="write_through") as server:
         manager, controller = server.manager, server.worker.controller
         prompts = [prompt(seed, 13) for seed in (1, 2)]
         server.scheduler.add(*(Request(f"a{i}", tokens, 1) for i, tokens in enumerate(prompts)))
@@ -228,7 +308,7 @@ def test_failed_onload_reaches_a_worker_that_gets_the_batch_late():
 
 def test_layer_that_does_not_arrive_in_time_is_a_timeout():
     device = ScriptedDevice()
-    with Server(6, 12, device, write_policy="write_through") as server:
+    with Server(6, 12, device, "layers", write_policy="write_through") as server:
         scheduler = server.scheduler
         tokens = prompt(1, 13)
         scheduler.add(Request("a", tokens, 1), Request("b", prompt(2, 21), 1))
@@ -259,7 +339,7 @@ def test_layer_that_does_not_arrive_in_time_is_a_timeout():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["v1", "v0"])
+@pytest.mark.parametrize("kind", ["v1", "layers", "v0", "in_batch"])
 def test_two_ranks_compute_while_the_next_batch_is_scheduled(kind, policy, tmp_path, monkeypatch):
     # An onload that waits for the end of the present step cannot end during schedule().
     monkeypatch.setattr(manager_module, "ONLOAD_SECONDS", 1000.0)
@@ -277,3 +357,16 @@ def test_two_ranks_compute_while_the_next_batch_is_scheduled(kind, policy, tmp_p
         assert statistics.attention.onloaded_blocks > 10, statistics
         assert cluster.workers[1].read_positions > 500
         assert cluster.empty_batches < cluster.sent_batches
+
+
+def test_requests_of_one_batch_share_the_blocks_that_it_computes(tmp_path):
+    with Cluster(tmp_path, 40, 40, "in_batch", batch_tokens=64) as cluster:
+        same = [Request(f"r{i}", [*prompt(1, 4 * BLOCK), i], 3) for i in range(4)]
+        longer = Request("long", [*prompt(1, 6 * BLOCK), 9], 3)
+        cluster.scheduler.add(longer, *same)
+        batch = cluster.scheduler.schedule()
+        assert [task.first for task in batch] == [0, *[4 * BLOCK] * 4]
+        cluster.batches.put(pickle.dumps(batch))
+        cluster.run()
+        for request in (longer, *same):
+            assert request.output_token_ids == outputs_of(request), request.request_id

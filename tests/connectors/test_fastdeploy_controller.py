@@ -194,7 +194,7 @@ class Serving:
         config = fd_config(8, 16, write_policy="write_through")
         self.group = RankGroup(1, path=folder / "ranks", has_stores=bool(stores))
         options = {"model": "test"} if stores else {}
-        self.manager = CacheManager(config, ranks=self.group, **options)
+        self.manager = CacheManager(config, ranks=self.group, waits_for_onloads=False, **options)
         self.controller = CacheController(config, path=folder / "ranks", stores=stores)
         self.tensors = self.controller.initialize_kv_cache(Backend(), 8)
         self.num_served = 0
@@ -400,7 +400,7 @@ def count_rank_threads() -> int:
 def test_counter_raises_the_error_of_an_onload():
     device = ScriptedDevice()
     device.fail("onload", copy=0, layer=1, block=1)
-    with Server(6, 12, device, write_policy="write_through") as server:
+    with Server(6, 12, device, "layers", write_policy="write_through") as server:
         manager = server.manager
         tokens = [1_000 + i for i in range(13)]
         server.scheduler.add(Request("a", tokens, 1))
@@ -433,7 +433,7 @@ def test_counter_without_onloads_is_done():
 def test_preemption_does_not_cancel_an_onload_that_a_batch_waits_for():
     """The workers may get to the batch after the scheduler has preempted its request."""
     device = ScriptedDevice()
-    with Server(6, 12, device, write_policy="write_through") as server:
+    with Server(6, 12, device, "layers", write_policy="write_through") as server:
         scheduler, manager = server.scheduler, server.manager
         tokens = [1_000 + i for i in range(13)]
         scheduler.add(Request("a", tokens, 1), Request("b", [5_000 + i for i in range(21)], 1))

@@ -74,7 +74,9 @@ def test_the_connector_has_what_the_patch_calls():
         for line in added
         for name in re.findall(r"(?:[mM]anager|[cC]ontroller)\.(\w+)\(", line)
     }
-    assert called == {"for_workers", "for_worker", "begin_fetch", "submit_swap_tasks"}
+    assert called == {
+        *("for_workers", "for_worker", "begin_fetch", "submit_swap_tasks", "expired_requests")
+    }
     assert called <= {*dir(CacheManager), *dir(CacheController)}
 
 
@@ -96,7 +98,7 @@ def test_a_batch_without_requests_reaches_the_workers():
     batch, calls = BatchRequest(), []
     manager = SimpleNamespace(issue_pending_backup_to_batch_request=lambda: "step")
     batch.append_evict_metadata = calls.append
-    lines = lines_between("if self.enable_cache_manager_v1:", "resource_manager_v1.py")
+    lines = lines_between("issue_pending_backup", "resource_manager_v1.py")
     resources = SimpleNamespace(enable_cache_manager_v1=True, cache_manager=manager)
     start = next(i for i, line in enumerate(lines) if "if self.enable" in line)
     body = [*lines[start:], " " * 20 + "batch_request.append_evict_metadata([evict_metadata])"]
@@ -113,6 +115,25 @@ def test_a_batch_without_requests_reaches_the_workers():
         body = [line.replace("elif", "if") for line in lines[start : start + 4]]
         run(body, self=SimpleNamespace(worker=worker), batch_request=batch)
     assert sent == [("step", None)]
+
+
+def test_requests_whose_blocks_never_arrive_are_dropped():
+    late, freed = SimpleNamespace(request_id="a", idx=1), []
+    resources = SimpleNamespace(
+        enable_cache_manager_v1=True,
+        cache_manager=SimpleNamespace(expired_requests=lambda: [late]),
+        tasks_list=[None, late],
+        stop_flags=[True, False],
+        requests={"a": late},
+        req_dict={"a": 1},
+        _free_blocks=freed.append,
+    )
+    lines = lines_between("expired_requests", "resource_manager_v1.py")
+    start = next(i for i, line in enumerate(lines) if "if self.enable" in line)
+    run(lines[start : start + 7], self=resources)
+    assert freed == [late]
+    assert (resources.tasks_list, resources.stop_flags) == ([None, None], [True, True])
+    assert {**resources.requests, **resources.req_dict} == {}
 
 
 def test_a_new_request_begins_its_fetch():

@@ -87,13 +87,22 @@ def test_b4_6_room_is_exact_with_and_without_eviction():
         assert not manager.can_allocate_device_blocks(7)
 
 
-def test_room_that_was_promised_can_be_taken_although_blocks_must_be_saved_first():
-    """Without the wait for saves, the scheduler would preempt a request for nothing."""
-    with opened(8, 16, write_policy="write_back") as manager:
+@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
+def test_blocks_that_must_be_saved_first_are_room_for_a_later_schedule(policy):
+    """The scheduler is not blocked by saves, and the first question begins them."""
+    device = ScriptedDevice()
+    gate = device.hold("offload")
+    options = {"regions": regions_of(tensors(8)), "device": device, "low_watermark_blocks": 0}
+    with opened(8, 16, options, write_policy=policy, threshold=2) as manager:
         serve(manager, "a", prompt(1, 8))
         assert manager.num_free_device_blocks == 0
         request = Request("b", prompt(2, 8))
         manager.match_prefix(request)
+        assert not manager.can_allocate_device_blocks(8)
+        assert manager.allocate_device_blocks(request, 8) == []
+        assert manager.get_pending_backup_count() == 8
+        gate.open()
+        manager.engine.call(manager.engine.cache.drain)
         assert manager.can_allocate_device_blocks(8)
         assert len(manager.allocate_device_blocks(request, 8)) == 8
         assert manager.engine.statistics().attention.offloaded_blocks == 8

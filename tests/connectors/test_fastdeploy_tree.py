@@ -10,17 +10,20 @@ import random
 from itertools import count
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.connectors.fastdeploy_server import BLOCK
+from aiokv.connectors.fastdeploy import blocks
+from aiokv.testing import ScriptedDevice
+from tests.connectors.fastdeploy_server import BLOCK, next_token
 
 TREE = os.environ.get("FASTDEPLOY_TREE")
 if TREE is None:
     pytest.skip("FASTDEPLOY_TREE names no tree of FastDeploy", allow_module_level=True)
 pytest.importorskip("paddle")
 
-from tests.connectors.fastdeploy_tree import Drive, fd_config, import_tree  # noqa: E402
+from tests.connectors.fastdeploy_tree import Drive, Roles, fd_config, import_tree  # noqa: E402
 
 PORTS = count(20_000 + os.getpid() % 10_000)
 
@@ -47,12 +50,15 @@ def random_requests(drive: Drive, chance: random.Random, num: int, *, images: bo
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("shares_in_batch", [False, True], ids=["", "in_batch"])
 @pytest.mark.parametrize(
     ("ranks", "drafts", "images"),
     [(1, 0, False), (2, 0, False), (1, 1, False), (1, 0, True)],
     ids=["text", "two_ranks", "mtp", "images"],
 )
-def test_random_requests_read_no_wrong_kv(monkeypatch, tmp_path, policy, ranks, drafts, images):
+def test_random_requests_read_no_wrong_kv(
+    monkeypatch, tmp_path, policy, ranks, drafts, images, shares_in_batch
+):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     seed = int(os.environ.get("FASTDEPLOY_SEED", "1"))
     chance = random.Random(f"{seed} {policy} {ranks} {drafts} {images}")
@@ -61,7 +67,7 @@ def test_random_requests_read_no_wrong_kv(monkeypatch, tmp_path, policy, ranks, 
         34, 80, seats=seats, policy=policy, drafts=drafts, images=images, port=next(PORTS),
         ranks=ranks,
     )  # fmt: skip
-    drive = Drive(config, seats, ranks, chance)
+    drive = Drive(config, seats, ranks, chance, shares_in_batch=shares_in_batch)
     try:
         for turn in range(int(os.environ.get("FASTDEPLOY_TURNS", "3"))):
             drive.requests.clear()
@@ -76,6 +82,40 @@ def test_random_requests_read_no_wrong_kv(monkeypatch, tmp_path, policy, ranks, 
             assert turn == 0 or drive.cached_tokens
         assert drive.preemptions
         print(f"{drive.read_positions} positions read, {drive.preemptions} preemptions")
+    finally:
+        drive.close()
+
+
+def test_requests_whose_onloads_fail_are_computed_again(monkeypatch, tmp_path):
+    """Half of the onloads fail, in another layer of each worker; no worker gets an exception."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    devices = []
+
+    def device() -> ScriptedDevice:
+        devices.append(ScriptedDevice())
+        for copy in range(0, 400, 2):
+            devices[-1].fail("onload", copy=copy, layer=len(devices) - 1, block=copy // 2 % 2)
+        return devices[-1]
+
+    chance = random.Random(os.environ.get("FASTDEPLOY_SEED", "1"))
+    config = fd_config(
+        34, 80, seats=12, policy="write_through", drafts=0, images=False, port=next(PORTS), ranks=2,
+    )  # fmt: skip
+    drive = Drive(config, 12, 2, chance, device)
+    try:
+        for _ in range(3):
+            drive.requests.clear()
+            random_requests(drive, chance, 16, images=False)
+            drive.run()
+            drive.check_outputs()
+            drive.ended.clear()
+        counts = drive.manager.cache_manager.engine.cache_statistics()
+        assert counts.failed_blocks > 10
+        assert counts.attention.onloaded_blocks > 10
+        gauges = drive.metrics()
+        assert gauges["cpu_hit_token_rate"] > 0
+        assert gauges.items() <= drive.manager.cache_manager.metrics.as_gauges().items()
+        print(f"{drive.read_positions} positions read, {counts.failed_blocks} blocks failed")
     finally:
         drive.close()
 
@@ -99,3 +139,104 @@ def test_requests_hit_what_an_earlier_server_has_stored(monkeypatch, tmp_path):
         finally:
             drive.close()
     assert cached == [0, 10 * BLOCK]
+
+
+def test_requests_of_one_batch_share_the_prefix_that_the_first_computes(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    computed = {}
+    for kind in ("aiokv", "own", "off"):
+        config = fd_config(
+            900, 0, seats=48, policy="write_through", drafts=0, images=False, port=next(PORTS),
+            batch_tokens=2_048, max_tokens=1_024,
+        )  # fmt: skip
+        drive = Drive(
+            config, 48, 1, random.Random(1), shares_in_batch=kind == "aiokv", is_own=kind == "own"
+        )
+        try:
+            for number in range(48):
+                drive.add(f"r{number}", [*range(800), *(number * 100 + i for i in range(33))], 2)
+            drive.run_in_lockstep()
+            drive.check_outputs()
+            computed[kind] = drive.computed_tokens
+        finally:
+            drive.close()
+    assert computed["aiokv"] <= computed["own"] == 800 + 48 * 33
+    assert computed["off"] > computed["own"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_requests_hit_what_they_hit_with_fastdeploys_own_manager(
+    monkeypatch, tmp_path, seed
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    computed = []
+    for is_own in (False, True):
+        config = fd_config(
+            200, 0, seats=12, policy="write_through", drafts=0, images=False, port=next(PORTS)
+        )
+        chance = random.Random(seed)
+        drive = Drive(config, 12, 1, chance, shares_in_batch=True, is_own=is_own)
+        try:
+            for _ in range(3):
+                drive.requests.clear()
+                random_requests(drive, chance, 16, images=False)
+                drive.run_in_lockstep()
+                drive.ended.clear()
+            computed.append(drive.computed_tokens)
+        finally:
+            drive.close()
+    assert computed[0] <= computed[1]
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.2])
+@pytest.mark.parametrize("host_blocks", [0, 80])
+def test_prefill_and_decode_servers_read_no_wrong_kv(monkeypatch, tmp_path, host_blocks, lost):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("FD_DECODE_PREALLOC_BLOCK_TIMEOUT", "500")
+    clock = SimpleNamespace(now=1.0)
+    monkeypatch.setattr(blocks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    chance = random.Random(f"{os.environ.get('FASTDEPLOY_SEED', '1')} {host_blocks} {lost}")
+    drives = []
+    for role in ("prefill", "decode"):
+        config = fd_config(
+            60, host_blocks, seats=12, policy="write_through", drafts=0, images=False,
+            port=next(PORTS), role=role,
+        )  # fmt: skip
+        drives.append(Drive(config, 12, 1, chance))
+    prefill, decode = drives
+    roles = Roles(prefill, decode, chance, lost)
+
+    def expire() -> None:
+        if roles.lost_requests & set(decode.manager.requests):
+            ours = {name for name in decode.manager.requests if name not in roles.lost_requests}
+            if not any(not decode.requests[name].output_token_ids for name in ours):
+                clock.now += 501.0
+
+    try:
+        for number in range(60):
+            shared = list(range(chance.choice((4, 12, 40))))
+            own = [chance.randrange(900) for _ in range(chance.randrange(1, 9))]
+            roles.add(f"r{number}", shared + own, chance.randrange(1, 40))
+        aborted = {f"r{chance.randrange(60)}" for _ in range(5)}
+        for name in aborted:
+            decode.abort(name)
+        roles.run(expire)
+        for name in list(roles.lost_requests):
+            output = SimpleNamespace(request_id=name)
+            clock.now += 501.0
+            decode.manager.schedule()
+            decode.manager.add_prefilled_request(output)  # too late
+        assert not decode.manager.requests
+        assert bool(roles.lost_requests) == (lost > 0.0)
+        for name, request in decode.requests.items():
+            tokens = list(roles.prompts[name])
+            for output_token in request.output_token_ids:
+                assert output_token == next_token(tokens), name
+                tokens.append(output_token)
+        assert prefill.cached_tokens
+        for drive in drives:
+            engine = drive.manager.cache_manager.engine
+            assert engine.call(engine.cache.check_invariants) == []
+    finally:
+        for drive in drives:
+            drive.close()

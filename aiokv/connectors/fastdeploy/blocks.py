@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv import Hit, LeaseState
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-WAIT_SECONDS: Final = 0.02  # wait for copies in flight; then blocks count as missing
-PROMISE_SECONDS: Final = 10.0  # the same wait for blocks that `can_allocate` has promised
+PROMISE_SECONDS: Final = 10.0  # wait for blocks that `can_allocate` has promised
 
 
 class Holding:
@@ -71,13 +71,19 @@ class Holding:
         last_batch: number of the last batch that computes the prompt; 0 before it, and when the
             first token has arrived.
         is_scheduled: True when a batch has been scheduled that uses the blocks.
-        next_outputs: number of generated tokens from which on the end of a ``schedule()`` commits
-            or takes blocks; 0 when each end has to look.
+        next_outputs: number of generated tokens from which on a look commits or takes blocks; 0
+            when each look has to.
         shares_blocks: False when no other request may find the blocks.
         has_failed: True when an onload of the request has failed: its KV is wrong.
+        awaited_since: with the role "decode", ``time.monotonic()`` of the first allocation; 0.0
+            when the first token of the prefill server has arrived, behind all KV of the prompt.
+        kept_until: ``time.monotonic()`` until which an ended request keeps its blocks.
+        arrival: end of the onload that the request waits for in the scheduler's queue.
     """
 
     __slots__ = (
+        "arrival",
+        "awaited_since",
         "base_outputs",
         "committed_tokens",
         "given",
@@ -85,6 +91,7 @@ class Holding:
         "hit",
         "is_scheduled",
         "items",
+        "kept_until",
         "last_batch",
         "lease",
         "named_tokens",
@@ -102,6 +109,7 @@ class Holding:
         self.items = () if items is None else items
         self.shares_blocks = items is not None
         self.has_failed = False
+        self.arrival: EngineFuture[None] | None = None
         self.lease: SyncLease | None = None
         self.hit = Hit(0, 0)
         self.table: list[int] = []
@@ -114,6 +122,13 @@ class Holding:
         self.last_batch = 0
         self.is_scheduled = False
         self.next_outputs = 0
+        self.awaited_since = 0.0
+        self.kept_until = 0.0
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Ids of the blocks that the scheduler has in its block table."""
+        return self.table[: self.given]
 
     @property
     def spare(self) -> int:
@@ -130,10 +145,15 @@ class Holding:
         """Number of positions of the prompt that no batch has computed yet."""
         return max(self.prefill_tokens - self.scheduled_tokens, 0)
 
+    @property
+    def is_prefilling(self) -> bool:
+        """True until the prompt is scheduled and its first token has arrived."""
+        return self.scheduled_tokens < self.prefill_tokens or self.last_batch > 0
+
     def note_looked(self, sizes: Sizes) -> None:
         """Set ``next_outputs``, after the end of a ``schedule()`` has looked at the request."""
         self.next_outputs = 0
-        if self.scheduled_tokens < self.prefill_tokens or self.last_batch:
+        if self.is_prefilling:
             return
         size, prompt = sizes.block_tokens, prompt_length(self.request)
         found = sys.maxsize
@@ -176,14 +196,19 @@ class RequestBlocks:
     """Leases of the requests of one scheduler, by request id. Any thread.
 
     Blocks that the workers compute become shareable when the batch after theirs is scheduled: all
-    batches go through the workers in order, so a request that finds a block computes after it.
+    batches go through the workers in order, so a request that finds a block computes after it. With
+    ``Sizes.shares_in_batch``, later requests of the same batch find them, too. The workers close
+    the open step before they compute this batch, so such blocks belong to the step after it, and
+    only ``end_schedule`` closes the open step after such a commit::
+
+        schedule() of batch n    match, commit in the next step, match    end: close step s
+        workers                  close s | compute batch n | close s + 1 with batch n + 1
 
     Args:
         engine: the cache; it is open.
         sizes: settings of the scheduler.
         step_event: returns an event behind all work that the runner has submitted, or None when all
             of it has finished; None with ranks, which close steps themselves.
-        wait_seconds: how long an allocation waits for blocks that are being copied.
     """
 
     def __init__(
@@ -191,21 +216,26 @@ class RequestBlocks:
         engine: SyncEngine,
         sizes: Sizes,
         step_event: Callable[[], Any] | None = None,
-        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.engine = engine
         self._sizes = sizes
         self._block_tokens = sizes.block_tokens
         self._step_event = step_event
-        self._wait_seconds = wait_seconds
         self._lock = threading.RLock()
         self._holdings: dict[str, Holding] = {}
         self._leaving: list[Holding] = []  # ended requests with onloads in flight
+        self._onloading: dict[str, Holding] = {}  # requests that wait for their onloads
+        self._refused = ""  # id of the request that was just told to wait
         self._room = 0  # number of blocks that can certainly be taken
         self._promised = 0  # number of blocks that a caller was told it can take
         self._has_committed = False  # True after a commit, until the next batch is scheduled
+        self._schedules = 0  # number of batches since the last look at all requests
+        self._prefilling: list[Holding] = []  # requests to look at after each batch
         self._has_changed = False  # whether blocks were taken since the last step was closed
+        self._prefill_times: list[tuple[int, float]] = []  # to tell the engine in a crossing
         self._ahead: list[Holding] = []  # requests that may have spare blocks
+        self._batched: list[Holding] = []  # requests with blocks for the batch being scheduled
+        self._holds_step = False  # True if only `end_schedule` may close the open step
         self.last_step = 0  # number of the last closed step
         self._batch = 0  # number of batches
         self._prefills = PrefillClock()
@@ -258,23 +288,28 @@ class RequestBlocks:
         """
         tokens, items = tokens_of(request), self._items_to_share(request)
         with self._lock:
+            self._refused = ""
             calls = self.engine.calls()
             self._record_end(calls, request.request_id)
             if not self._has_committed:  # once per `schedule()`
+                self._has_committed = True
                 self._record_commits(calls)
+            if self._sizes.shares_in_batch:
+                self._record_batch(calls)
             holding = self._hold(request, len(tokens), items)
             if not holding.shares_blocks:
                 calls.run(raise_errors=False)
                 return holding
             holding.lease = self._match(calls, holding, tokens, read=True)
-            granted = calls.add(_grant_hit, holding.lease, onload)
+            granted = calls.add(self._grant, holding.lease, holding.prefill_tokens, onload)
             self._has_changed = True
-            room = self._record_room(calls, 0)
             calls.run(raise_errors=False)
             if granted.error is None:
-                self._room = room.value
-                holding.hit, holding.table = granted.value
-                holding.given = len(holding.table)
+                holding.hit, self._room = granted.value
+                holding.given = holding.hit.total // self._block_tokens
+                self._update_table(holding)
+                if holding.spare:
+                    self._ahead.append(holding)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
             elif _is_refusal(granted.error):  # the items were refused, for example
@@ -284,6 +319,45 @@ class RequestBlocks:
                 del self._holdings[request.request_id]
                 raise granted.error
             return holding
+
+    def match_arrived(self, request: Request) -> tuple[Holding, EngineFuture[None] | None]:
+        """Match a request that is scheduled when its blocks have arrived from host memory.
+
+        Until then, the request holds nothing for the scheduler: ``can_allocate`` says no, and the
+        scheduler gives the request back, which keeps the onload. A later call finds the onload.
+        When it has failed, only the blocks on the device are granted.
+
+        Returns:
+            The holding, which is empty while the request waits; and a future of the onload, when
+            the call has begun one.
+        """
+        with self._lock:
+            self._refused = ""
+            request_id = request.request_id
+            holding = self._onloading.pop(request_id, None)
+            if holding is None:
+                holding = self.match(request)
+                lease = holding.lease
+                if lease is None or not holding.table or lease.layers.has_arrived:
+                    return holding, None
+                del self._holdings[request_id]
+                holding.arrival = self.engine.submit(lease.inner.layers.wait_all)
+                return self._wait_for_onload(holding), holding.arrival
+            if holding.arrival is None or not holding.arrival.done():
+                return self._wait_for_onload(holding), None
+            self._holdings[request_id] = holding
+            num_tokens = prompt_length(request) + len(request.output_token_ids)
+            if holding.arrival.exception() is not None or num_tokens != holding.prefill_tokens:
+                return self.match(request, onload=False), None
+            self._prefilling.append(holding)
+            self._ahead.append(holding)
+            return holding, None
+
+    def _wait_for_onload(self, holding: Holding) -> Holding:
+        """Refuse a request until its onload has arrived; return an empty holding."""
+        self._refused = holding.request.request_id
+        self._onloading[self._refused] = holding
+        return Holding(holding.request, holding.prefill_tokens, None)
 
     def fetch(self, request: Request, seconds: float) -> EngineFuture[Hit] | None:
         """Begin to bring blocks of a request from the stores to host memory; does not wait.
@@ -299,25 +373,33 @@ class RequestBlocks:
         if items is None:
             return None
         with self._lock:
-            queued = sum(holding.queued_tokens for holding in self._holdings.values())
+            calls = self.engine.calls()
+            self._record_commits(calls)
             self._has_changed = True
-        return self.engine.submit(
-            self.engine.cache.prefetch,
-            tokens,
-            items=items,
-            timeout=seconds,
-            tier="host",
-            queued_tokens=queued,
-        )
+            queued = sum(holding.queued_tokens for holding in self._holdings.values())
+            prefetch = partial(
+                self.engine.cache.prefetch,
+                tokens,
+                items=items,
+                timeout=seconds,
+                tier="host",
+                queued_tokens=queued,
+            )
+            fetch = calls.begin(prefetch)
+            self._run(calls)
+            return fetch
 
     def can_allocate(self, num_blocks: int) -> bool:
         """Return True if ``num_blocks`` blocks can be allocated; the answer is exact.
 
-        Waits for a short time if blocks are missing only because they are being saved.
+        Blocks that must be saved before they are evicted do not count: the call begins to save
+        them, for a later call.
         """
         num_blocks = max(checks.integer("num_blocks", num_blocks), 0)
         with self._lock:
-            if num_blocks > self._room and not self._find_room(num_blocks, self._wait_seconds):
+            if self._refused:
+                return False
+            if num_blocks > self._room and not self._find_room(num_blocks):
                 return False
             self._promised = num_blocks
             return True
@@ -345,10 +427,12 @@ class RequestBlocks:
             if holding is None:
                 items = self._items_to_share(request)
                 holding = self._hold(request, len(tokens_of(request)), items)
+                if self._sizes.role == "decode":
+                    holding.awaited_since = time.monotonic()
             holding.check_alignment()
             missing = num_blocks - holding.spare
             is_promised = num_blocks <= self._promised
-            wait_seconds = PROMISE_SECONDS if is_promised else self._wait_seconds
+            wait_seconds = PROMISE_SECONDS if is_promised else 0.0
             if missing > 0 and not self._take(holding, missing, wait_seconds):
                 if not is_promised:
                     return []
@@ -360,6 +444,8 @@ class RequestBlocks:
             first = holding.given
             holding.given += num_blocks
             holding.is_scheduled = True
+            if self._sizes.shares_in_batch:
+                self._batched.append(holding)
             holding.next_outputs = 0
             self._promised = max(self._promised - num_blocks, 0)
             return holding.table[first : holding.given]
@@ -372,6 +458,7 @@ class RequestBlocks:
                 request = UnknownRequest(request_id)
                 holding = Holding(request, 1, None)
                 self._holdings[request_id] = holding
+                self._prefilling.append(holding)
             return self.allocate(holding.request, num_blocks)
 
     def give_back(self, request_id: str, block_ids: list[int]) -> None:
@@ -411,15 +498,26 @@ class RequestBlocks:
                     return request_id
             return None
 
-    def end(self, request_id: str) -> None:
+    def end(self, request_id: str, *, keep_seconds: float = 0.0) -> None:
         """Commit the computed positions, and give back all blocks. Idempotent.
 
         Full blocks of known tokens stay cached.
+
+        Args:
+            request_id: as given by the scheduler.
+            keep_seconds: how long no other request may write the blocks, which are being sent.
         """
         with self._lock:
+            if request_id == self._refused:
+                self._refused = ""  # the scheduler will match the request again
+                return
+            if (holding := self._onloading.pop(request_id, None)) is not None:
+                self._leaving.append(holding)
+            if keep_seconds and (holding := self._holdings.get(request_id)) is not None:
+                holding.kept_until = time.monotonic() + keep_seconds
             calls = self.engine.calls()
             if self._record_end(calls, request_id):
-                calls.run(raise_errors=False)
+                self._run(calls)
 
     def end_all(self) -> None:
         """Give all blocks of all requests back; nothing that is not shared yet stays cached."""
@@ -438,32 +536,50 @@ class RequestBlocks:
         with self._lock:
             self._room = self._promised = 0
             calls = self.engine.calls()
-            for holding in (*self._holdings.values(), *self._leaving):
+            for holding in self._all_holdings():
                 _release(calls, holding)
                 holding.has_failed = holding.has_failed or bool(holding.table)
                 holding.lease, holding.table, holding.given = None, [], 0
             calls.run(raise_errors=False)
             self._leaving.clear()
+            self._onloading.clear()
 
     def end_schedule(self) -> int:
-        """Note that a batch has been scheduled, in one crossing; in none when nothing changed.
+        """Note that a batch has been scheduled, in one crossing or none.
 
-        Commits what earlier batches compute, takes blocks ahead for requests that need some soon,
-        asks for the room of the next step, and closes the step.
+        Looks at the requests in prefill each time, and at all of them every few batches: commits
+        what earlier batches compute (a match does so before), takes blocks ahead for requests that
+        need some soon, asks for the room of the next step, and closes the step. Without a host
+        tier, no transfer waits for the end of a step, so that it may end later.
 
         Returns:
             Number of the step that the workers close before they compute the batch.
         """
         with self._lock:
-            self._promised = 0
-            if not (self._holdings or self._leaving):
+            self._promised, self._refused = 0, ""
+            self._batched.clear()
+            if not (self._holdings or self._leaving or self._onloading or self._holds_step):
                 return self.last_step  # nothing to send: do not call the other thread
             calls = self.engine.calls()
             self._record_departures(calls)
-            due = self._record_commits(calls)
-            self._record_prefill(calls, due)
+            self._schedules += 1
+            due = self._prefilling = [
+                holding
+                for holding in self._prefilling
+                if holding.is_prefilling
+                and self._holdings.get(holding.request.request_id) is holding
+            ]
+            has_host = self._sizes.host_blocks > 0
+            if has_host:
+                for holding in due:
+                    self._record_commit(calls, holding)
+            looks = self._schedules >= self._sizes.look_schedules
+            if looks or (has_host and (len(calls) or self._has_changed)):
+                due = self._record_commits(calls)
+                self._schedules = 0
+            self._note_prefill(due)
             ahead = [holding for holding in due if self._needs_blocks(holding)]
-            if ahead or len(calls) or self._has_changed:
+            if ahead or len(calls) or (has_host and self._has_changed) or self._holds_step:
                 self._take_ahead(calls, ahead)
             self._has_committed = False
             self._note_batch(due)
@@ -472,23 +588,36 @@ class RequestBlocks:
             return self.last_step
 
     def _take_ahead(self, calls: Calls, ahead: list[Holding]) -> None:
-        """Take the next blocks of requests, ask for the room of a step, and close the step."""
+        """Take the next blocks of requests, close the step, and ask for the room of the next."""
         leases = [holding.lease for holding in ahead if holding.lease is not None]
         extended = calls.extend(leases, self._sizes.decode_blocks * self._block_tokens)
-        room = self._record_room(calls, 0)
-        self._record_step(calls)
-        calls.run(raise_errors=False)
+        for measured in self._prefill_times:
+            calls.note_prefill(*measured)
+        self._prefill_times.clear()
+        self._has_changed = self._holds_step  # the next step has to be closed, too
+        self._holds_step = False
+        calls.add(self._close_step)
+        self._run(calls)  # blocks of the closed step may have to be saved first
         if extended.error is None:
             for holding in ahead:
                 self._update_table(holding)
             self._ahead = self._holdings_ahead() + ahead
-        self._room = room.value
+
+    def _run(self, calls: Calls) -> None:
+        """Make calls, and ask for the room of a step in the same crossing."""
+        room = self._record_room(calls, 0)
+        calls.run(raise_errors=False)
+        self._room = 0 if room.error is not None else room.value
 
     def _note_batch(self, due: list[Holding]) -> None:
         """Note which positions the scheduled batch computes, for later commits and for its time."""
         self._batch += 1
         num_tokens, waits = 0, False
         for holding in due:
+            if self._sizes.role == "decode":  # another server computes the prompts
+                if len(holding.request.output_token_ids) > holding.base_outputs:
+                    holding.scheduled_tokens, holding.awaited_since = holding.prefill_tokens, 0.0
+                continue
             end = min(holding.request.num_computed_tokens, holding.prefill_tokens)
             if end > holding.scheduled_tokens:
                 num_tokens += end - holding.scheduled_tokens
@@ -497,26 +626,26 @@ class RequestBlocks:
         if not waits:
             self._prefills.begin(self._batch, num_tokens)
 
-    def _record_prefill(self, calls: Calls, due: list[Holding]) -> None:
-        """Tell the engine how long the batches took whose requests have their first tokens."""
+    def _note_prefill(self, due: list[Holding]) -> None:
+        """Note how long the batches took whose requests have their first tokens."""
         ended = 0
         for holding in due:
             if holding.last_batch and len(holding.request.output_token_ids) > holding.base_outputs:
                 ended, holding.last_batch = max(ended, holding.last_batch), 0
         measured = self._prefills.end(ended) if ended else None
         if measured is not None:
-            calls.note_prefill(*measured)
+            self._prefill_times.append(measured)
 
-    def commit_arrived(self, request: Request) -> None:
-        """Share the blocks of a request whose tokens have arrived."""
+    def late_requests(self, seconds: float) -> list[Request]:
+        """Return the requests whose KV another server has not sent within this time."""
         with self._lock:
-            holding = self._holdings.get(request.request_id)
-            if holding is not None:
-                calls = self.engine.calls()
-                self._record_commit(calls, holding)
-                if len(calls):
-                    self._record_step(calls)
-                    calls.run(raise_errors=False)
+            limit = time.monotonic() - seconds
+            return [
+                holding.request
+                for holding in self._holdings.values()
+                if 0.0 < holding.awaited_since <= limit
+                and len(holding.request.output_token_ids) == holding.base_outputs
+            ]
 
     def failed_requests(self) -> list[str]:
         """Return the ids of requests whose onloads have failed, in one crossing."""
@@ -550,6 +679,7 @@ class RequestBlocks:
     def _hold(self, request: Request, num_tokens: int, items: Sequence[Item] | None) -> Holding:
         holding = Holding(request, num_tokens, items)
         self._holdings[request.request_id] = holding
+        self._prefilling.append(holding)
         return holding
 
     def _match(
@@ -566,7 +696,6 @@ class RequestBlocks:
 
     def _record_commits(self, calls: Calls) -> list[Holding]:
         """Commit the computed blocks of all requests; return those that had to be looked at."""
-        self._has_committed = True
         due = [
             holding
             for holding in self._holdings.values()
@@ -576,15 +705,32 @@ class RequestBlocks:
             self._record_commit(calls, holding)
         return due
 
-    def _record_commit(self, calls: Calls, holding: Holding) -> None:
-        """Commit the full blocks that are computed and not committed yet."""
+    def _record_batch(self, calls: Calls) -> None:
+        """Commit the blocks of the prompts that the batch being scheduled computes."""
+        for holding in self._batched:
+            if self._holdings.get(holding.request.request_id) is holding:
+                self._record_commit(calls, holding, in_batch=True)
+
+    def _record_commit(self, calls: Calls, holding: Holding, *, in_batch: bool = False) -> None:
+        """Commit the full blocks that are computed and not committed yet.
+
+        Args:
+            calls: gets the calls.
+            holding: the request.
+            in_batch: True for blocks that the batch being scheduled computes.
+        """
         lease = holding.lease
         if lease is None or not holding.table or not holding.shares_blocks:
             return
         holding.check_alignment()
         usable = len(holding.table) if holding.usable_blocks is None else holding.usable_blocks
         size = self._block_tokens
-        computed = min(holding.computed_tokens(self._sizes.tail_tokens), usable * size)
+        computed = (
+            min(holding.request.num_computed_tokens, holding.prefill_tokens)
+            if in_batch
+            else holding.computed_tokens(self._sizes.tail_tokens)
+        )
+        computed = min(computed, usable * size)
         if not self._sizes.shares_outputs:
             computed = min(computed, holding.prefill_tokens)
         computed -= computed % size
@@ -596,7 +742,11 @@ class RequestBlocks:
             tokens = outputs[first : first + computed - holding.named_tokens]
             calls.add(_append, holding, lease, tokens)
             holding.named_tokens = computed
-        calls.commit(lease, computed)
+        if in_batch:
+            calls.commit(lease, computed, in_next_step=True)
+            self._holds_step = True
+        else:
+            calls.commit(lease, computed)
         holding.committed_tokens = computed
         self._room = 0  # unknown: the blocks before a committed one cannot be evicted
 
@@ -606,7 +756,7 @@ class RequestBlocks:
             return False
         if holding.is_scheduled:
             self._record_commit(calls, holding)
-        if not holding.has_arrived:
+        if not holding.has_arrived or holding.kept_until:
             # A release would cancel the onload. The workers may not have begun the batch that waits
             # for it, and other requests may have joined it.
             self._leaving.append(holding)
@@ -616,23 +766,36 @@ class RequestBlocks:
         return True
 
     def _record_release_of_all(self, calls: Calls) -> None:
-        for holding in (*self._holdings.values(), *self._leaving):
+        for holding in self._all_holdings():
             _release(calls, holding)
         self._holdings.clear()
         self._leaving.clear()
+        self._onloading.clear()
+
+    def _all_holdings(self) -> list[Holding]:
+        return [*self._holdings.values(), *self._leaving, *self._onloading.values()]
 
     def _record_departures(self, calls: Calls) -> bool:
         """Release requests that have ended, and whose onloads have arrived since."""
-        arrived = [holding for holding in self._leaving if holding.has_arrived]
+        now = time.monotonic()
+        arrived = [
+            holding
+            for holding in self._leaving
+            if holding.has_arrived and holding.kept_until <= now
+        ]
         for holding in arrived:
             _release(calls, holding)
             self._leaving.remove(holding)
         return bool(arrived)
 
     def _record_step(self, calls: Calls) -> None:
-        """Close the step: transfers may write the blocks that were given back in it."""
-        self._has_changed = False
-        calls.add(self._close_step)
+        """Close the step: transfers may write the blocks that were given back in it.
+
+        Does nothing while only ``end_schedule`` may close it.
+        """
+        self._has_changed = self._holds_step
+        if not self._holds_step:
+            calls.add(self._close_step)
 
     def _close_step(self) -> None:
         event = None if self._step_event is None else self._step_event()
@@ -682,8 +845,13 @@ class RequestBlocks:
         if holding.lease is not None:
             holding.table = holding.lease.block_table.tolist()
 
-    def _find_room(self, num_blocks: int, wait_seconds: float) -> bool:
-        """Ask the engine for room; take spare blocks back, or wait for saves, if that helps."""
+    def _find_room(self, num_blocks: int, wait_seconds: float = 0.0) -> bool:
+        """Ask the engine for room; take spare blocks back, and begin saves, if that helps.
+
+        Args:
+            num_blocks: number of blocks.
+            wait_seconds: how long to wait for copies of blocks.
+        """
         if self._has_room(num_blocks):
             return True
         spares = self._holdings_ahead()
@@ -703,14 +871,26 @@ class RequestBlocks:
         statistics = self.engine.cache_statistics()
         if statistics.attention.device.free + statistics.evictable_blocks < num_blocks:
             return False
-        return self._wait_for_saves(num_blocks, wait_seconds)
+        if wait_seconds:
+            return self._wait_for_saves(num_blocks, wait_seconds)
+        calls = self.engine.calls()
+        has_room = calls.add(self._evict, num_blocks)
+        calls.run()
+        self._room = num_blocks if has_room.value else 0
+        return has_room.value
 
     def _wait_for_departures(self, wait_seconds: float) -> bool:
-        """Release ended requests when their onloads have arrived; return True if there are any."""
+        """Release ended requests when their onloads have arrived; return True if there are any.
+
+        Requests that wait in the scheduler's queue lose the blocks that have arrived for them.
+        """
+        for request_id, holding in list(self._onloading.items()):
+            if holding.has_arrived:
+                self._leaving.append(self._onloading.pop(request_id))
         if not self._leaving:
             return False
         deadline = time.monotonic() + wait_seconds
-        for holding in self._leaving:
+        for holding in self._leaving if wait_seconds else ():
             if holding.lease is not None:
                 with suppress(TransferError, TimeoutError):
                     left = deadline - time.monotonic()
@@ -756,6 +936,32 @@ class RequestBlocks:
         limit = max(self._sizes.step_blocks(len(self._holdings)), num_blocks)
         return calls.allocatable_blocks(reserve_blocks=0, limit=limit)
 
+    def _grant(self, lease: SyncLease, prefill_tokens: int, onload: bool) -> tuple[Hit, int]:
+        """Take the cached prefix of a prompt, and with it the blocks of its next batch.
+
+        The scheduler asks for these next, which needs no crossing then. They are taken only if
+        there is room for a further step, so that the scheduler does not refuse the request. On the
+        loop.
+
+        Returns:
+            The granted prefix by tier, and the number of blocks that can be taken for sure.
+        """
+        inner, size, cache = lease.inner, self._block_tokens, self.engine.cache
+        hit = _grant_hit(inner, onload)
+        if self._sizes.write_policy == "write_back":
+            return hit, self._free_blocks(0)
+        end = min(prefill_tokens, hit.total + self._sizes.batch_tokens)
+        blocks = max(-(-end // size) - hit.total // size, 0)
+        limit = self._sizes.step_blocks(len(self._holdings))
+        room = cache.allocatable_blocks(reserve_blocks=0, limit=limit + blocks)
+        if not blocks or room < limit + blocks or hit.total != inner.hit.total:
+            return hit, min(room, limit)
+        if hit.total:
+            cache.extend([inner], blocks * size)
+        else:
+            inner.try_allocate(blocks * size, reserve_blocks=0)
+        return hit, limit
+
     def _free_blocks(self, num_blocks: int) -> int:
         """Evict until ``num_blocks`` blocks hold nothing, and return how many do. On the loop.
 
@@ -764,12 +970,23 @@ class RequestBlocks:
         """
         cache = self.engine.cache
         if cache.cache_statistics().attention.device.free < num_blocks:
-            lease = cache.match([0], read=False, write=False, owner="FastDeploy")
-            with suppress(RequestTooLarge):
-                lease.try_allocate(num_blocks * self._block_tokens, reserve_blocks=0)
-            lease.release()
-            self._close_step()
+            self._evict(num_blocks)
         return cache.cache_statistics().attention.device.free
+
+    def _evict(self, num_blocks: int) -> bool:
+        """Evict until ``num_blocks`` blocks hold nothing. On the loop.
+
+        Returns:
+            False if blocks must be saved before, which begins.
+        """
+        lease = self.engine.cache.match([0], read=False, write=False, owner="FastDeploy")
+        has_room = False
+        with suppress(RequestTooLarge):
+            has_room = lease.try_allocate(num_blocks * self._block_tokens, reserve_blocks=0)
+        lease.release()
+        if not self._holds_step:
+            self._close_step()
+        return has_room
 
 
 def _release(calls: Calls, holding: Holding) -> None:
@@ -777,22 +994,17 @@ def _release(calls: Calls, holding: Holding) -> None:
         calls.release(holding.lease)
 
 
-def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int]]:
-    """Take the cached prefix, or as much of it as there is room for. On the loop.
-
-    Returns:
-        The prefix by tier, and the ids of its blocks.
-    """
-    inner: Lease = lease.inner
-    found = inner.hit
+def _grant_hit(lease: Lease, onload: bool) -> Hit:
+    """Take the cached prefix, or as much of it as there is room for. On the loop."""
+    found = lease.hit
     for num_tokens in (found.total if onload else 0, found.device_tokens):
-        if num_tokens and inner.try_allocate(num_tokens):
-            cached = inner.cached_tokens  # a part of the hit, if transfers may write too few blocks
+        if num_tokens and lease.try_allocate(num_tokens):
+            cached = lease.cached_tokens  # a part of the hit, if transfers may write too few blocks
             if cached < num_tokens:
-                inner.truncate(cached)
+                lease.truncate(cached)
             device = min(found.device_tokens, cached)
-            return Hit(device, cached - device), inner.block_table.tolist()
-    return Hit(0, 0), []
+            return Hit(device, cached - device)
+    return Hit(0, 0)
 
 
 def _append(holding: Holding, lease: SyncLease, tokens: list[int]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiokv.base import checks
@@ -11,7 +13,7 @@ from aiokv.connectors.fastdeploy import statistics
 from aiokv.connectors.fastdeploy.host import CONTROL_SECONDS, EngineHost
 from aiokv.connectors.fastdeploy.metadata import MatchResult, onload_metadata, step_metadata
 from aiokv.connectors.fastdeploy.metrics import CacheMetrics
-from aiokv.connectors.fastdeploy.settings import Sizes, socket_of
+from aiokv.connectors.fastdeploy.settings import Sizes, socket_of, writes_before_reading
 from aiokv.connectors.fastdeploy.stores import model_name, stores_of
 from aiokv.errors import AiokvError, ConfigError, ControlTimeout, TransferError
 from aiokv.ranks import RankGroup
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
 
 ONLOAD_SECONDS: Final = 10.0  # limit for blocks of host memory to arrive
+
+SEND_SECONDS: Final = 60.0  # limit for FastDeploy to send the blocks of a prompt
 
 log = Log(__name__)
 
@@ -62,8 +66,17 @@ class CacheManager:
             batch of one ``schedule()`` must have been computed when the next one begins.
         store_wait_seconds: the longest that a request waits for blocks of stores.
         waits_for_onloads: True to schedule a request when its blocks have arrived from host memory.
-            If they do not arrive, the model computes the request; else the workers wait for layers,
-            and raise the error of an onload. None for True if ``verify`` is among the options.
+            The scheduler goes on meanwhile; if the onload fails, the model computes the request.
+            False to schedule it at once: the workers wait for layers, and raise the error of an
+            onload.
+        shares_in_batch: True to share blocks with the later requests of the batch that computes
+            them. Only for runners that write the KV of a layer before any request reads that
+            layer. None for True with FastDeploy's append attention on CUDA. No effect without
+            ranks, with ``verify`` and with the role "decode".
+        prefill_timeout_seconds: with the role "decode", how long a request keeps its blocks before
+            the first token of the prefill server arrives. It must exceed the longest time in which
+            that server may still write them. None for FastDeploy's
+            ``FD_DECODE_PREALLOC_BLOCK_TIMEOUT``, or 600 s.
         options: further fields of :class:`aiokv.CacheConfig`, such as ``model`` for stores.
 
     The engine opens with ``open``, or at the first verb that needs it, so that
@@ -71,8 +84,7 @@ class CacheManager:
 
     Raises:
         ConfigError: a field of ``config`` is missing or out of range, the ``splitwise_role`` of
-            its ``scheduler_config`` is not ``"mixed"``, or its ``kvcache_storage_backend`` cannot
-            be used.
+            its ``scheduler_config`` is unknown, or its ``kvcache_storage_backend`` cannot be used.
     """
 
     def __init__(
@@ -85,10 +97,22 @@ class CacheManager:
         stores: Sequence[Any] | None = None,
         step_event: Callable[[], Any] | None = None,
         store_wait_seconds: float = 1.0,
-        waits_for_onloads: bool | None = None,
+        waits_for_onloads: bool = True,
+        shares_in_batch: bool | None = None,
+        prefill_timeout_seconds: float | None = None,
         **options: Any,
     ) -> None:
         sizes = Sizes.of(config)
+        if prefill_timeout_seconds is None:
+            prefill_timeout_seconds = float(os.environ.get("FD_DECODE_PREALLOC_BLOCK_TIMEOUT", 600))
+        self._prefill_timeout_seconds = checks.seconds(
+            "prefill_timeout_seconds", prefill_timeout_seconds
+        )
+        if shares_in_batch is None:
+            shares_in_batch = writes_before_reading()
+        can_share = ranks is not None and sizes.role != "decode"
+        if shares_in_batch and can_share and options.get("verify", "off") == "off":
+            sizes = replace(sizes, shares_in_batch=True)
         if stores is None:
             named = stores_of(config)
             if named and ranks is not None and not ranks.facts.capabilities.stores:
@@ -98,8 +122,6 @@ class CacheManager:
                     hint="RankGroup(..., has_stores=True)",
                 )
             stores = named if ranks is None else ()
-        if waits_for_onloads is None:
-            waits_for_onloads = options.get("verify", "off") != "off"
         self._waits_for_onloads = waits_for_onloads
         self._store_wait_seconds = checks.seconds("store_wait_seconds", store_wait_seconds)
         if "model" not in options and (name := model_name(config)) is not None:
@@ -241,10 +263,15 @@ class CacheManager:
     def match_prefix(self, request: Request, skip_storage: bool = True) -> None:
         """Look up a request, hold the cached blocks, and set ``request.match_result``.
 
-        Blocks in host memory are on their way to the device when the call returns, and
         ``MatchResult.device_block_ids`` has the ids of all matched blocks. At least one token is
         left to compute. When too few device blocks are free for the blocks in host memory, only the
         blocks on the device count as matched.
+
+        Blocks in host memory are on their way to the device when the call returns. With
+        ``waits_for_onloads``, nothing is matched until they have arrived, and
+        ``can_allocate_device_blocks`` says no: the scheduler gives the request back, and matches it
+        again in a later ``schedule()``. ``request.async_process_futures`` gets a future, with which
+        FastDeploy schedules other new requests meanwhile.
 
         Args:
             request: the request; prompt and generated tokens are looked up.
@@ -255,29 +282,47 @@ class CacheManager:
             return
         if not skip_storage:
             self.prefetch_storage(request)
-        holding = self.match(request)
+        if self._waits_for_onloads:
+            holding = self._match_arrived(request)
+        else:
+            holding = self._host.blocks.match(request)
+            self._announce_onloads(request, holding)
+            self._note_match(holding)
         size = self.block_size
         result = MatchResult(
-            device_block_ids=list(holding.table),
+            device_block_ids=holding.block_ids,
             matched_device_nums=holding.hit.device_tokens // size,
             matched_host_nums=holding.hit.host_tokens // size,
         )
         request._match_result = result  # type: ignore[attr-defined]
-        self._announce_onloads(request, holding)
+
+    def _match_arrived(self, request: Any) -> Holding:
+        """Match a request whose onload has arrived; return an empty holding while it has not."""
+        blocks = self._host.blocks
+        holding, arrival = blocks.match_arrived(request)
+        if holding is blocks.holding(request.request_id):
+            self._note_match(holding)
+            return holding
+        self.note_scheduled()  # the onload begins when the workers have closed the step
+        if arrival is not None and hasattr(request, "async_process_futures"):
+            request.async_process_futures.append(arrival)
+        return holding
 
     def match(self, request: Request) -> Holding:
-        """Look up a request, hold the cached blocks, and count the match in ``metrics``.
+        """Look up a request, hold the cached blocks, and wait for those in host memory.
 
-        With ``waits_for_onloads``, the blocks are on the device then. Only those that were there
-        before count if the onload fails, takes over 10 s, or writes blocks that the present step
-        has freed, which ends after ``schedule()``.
+        Only the blocks that were on the device count if the onload fails, takes over 10 s, or
+        writes blocks that the present step has freed, which ends after ``schedule()``.
         """
         holding = self._host.blocks.match(request)
-        if self._waits_for_onloads and not self._has_arrived(holding):
+        if not self._has_arrived(holding):
             holding = self._host.blocks.match(request, onload=False)
+        self._note_match(holding)
+        return holding
+
+    def _note_match(self, holding: Holding) -> None:
         with self._lock:
             self.metrics.note(holding.prefill_tokens, *holding.hit)
-        return holding
 
     def _has_arrived(self, holding: Holding) -> bool:
         """Wait for the onload of a request; return False if it has failed or cannot end in time."""
@@ -298,14 +343,14 @@ class CacheManager:
 
     def _announce_onloads(self, request: Any, holding: Holding) -> None:
         """Tell the workers, through the request, which transfers its batch waits for."""
-        if holding.lease is None or not holding.table:
+        if holding.lease is None or not holding.given:
             return
         layers = holding.lease.layers
         transfer_ids = layers.transfer_ids
         if not transfer_ids:
             return
         first = holding.hit.device_tokens // self.block_size
-        request.cache_swap_metadata = [onload_metadata(transfer_ids, holding.table[first:])]
+        request.cache_swap_metadata = [onload_metadata(transfer_ids, holding.block_ids[first:])]
         if not self._host.has_ranks:
             with self._lock:
                 self._layers = {
@@ -318,8 +363,8 @@ class CacheManager:
     def can_allocate_device_blocks(self, num: int) -> bool:
         """Return True if ``allocate_device_blocks`` of ``num`` blocks succeeds now.
 
-        Blocks that no request uses are evicted for it. When blocks are only missing because they
-        are being saved, the call waits for that up to 20 ms.
+        Blocks that no request uses are evicted for it. Blocks that must be saved before do not
+        count: the call begins to save them, for a later ``schedule()``.
         """
         return self._host.blocks.can_allocate(num)
 
@@ -346,23 +391,20 @@ class CacheManager:
         effect after ``close``.
         """
         blocks = self._host.opened_blocks
-        holding = None if blocks is None else blocks.holding(request.request_id)
-        if blocks is None or holding is None:
+        if blocks is None:
             return
-        if holding.is_scheduled:
+        holding = blocks.holding(request.request_id)
+        if holding is not None and holding.is_scheduled:
             self.note_scheduled()
         else:
             request.cache_swap_metadata = []  # type: ignore[attr-defined]
-        blocks.end(request.request_id)
+        # FastDeploy finishes a request of a prefill server when its blocks have been sent. Blocks
+        # of a request that is preempted, as by `/pause`, may be being sent.
+        is_sent = self._host.sizes.role == "prefill" and _is_preempted(request)
+        blocks.end(request.request_id, keep_seconds=SEND_SECONDS if is_sent else 0.0)
 
     def cache_output_blocks(self, request: Request, block_size: int) -> None:
-        """Share the blocks of the tokens that have been generated so far.
-
-        ``request_finish`` and each ``schedule()`` do so, too. Without effect after ``close``.
-        """
-        blocks = self._host.opened_blocks
-        if blocks is not None:
-            blocks.commit_arrived(request)
+        """Do nothing: ``match_prefix`` shares the blocks of all generated tokens first."""
 
     def failed_requests(self) -> list[str]:
         """Return the ids of requests whose onloads have failed: preempt or abort them.
@@ -371,6 +413,17 @@ class CacheManager:
         """
         blocks = self._host.opened_blocks
         return [] if blocks is None else blocks.failed_requests()
+
+    def expired_requests(self) -> list[Request]:
+        """Return the requests of a decode server whose KV has not arrived in time: drop them.
+
+        Their blocks are still theirs: call ``request_finish``. Call this method under the lock of
+        the scheduler, which ``add_prefilled_request`` holds too. Always empty with other roles.
+        """
+        blocks = self._host.opened_blocks
+        if blocks is None or self._host.sizes.role != "decode":
+            return []
+        return blocks.late_requests(self._prefill_timeout_seconds)
 
     # --- the end of schedule() --------------------------------------------------------------------
 
@@ -449,6 +502,9 @@ class CacheManager:
 
     def write_cache_to_storage_decode(self, request: Request) -> None:
         """Do nothing: aiokv saves blocks to the stores by ``CacheConfig.store_policy``."""
+
+    def update_cache_blocks(self, request: Request, block_size: int, num_computed: int) -> None:
+        """Do nothing: blocks are shared when they have been computed or scheduled."""
 
     # --- other names ------------------------------------------------------------------------------
 
@@ -606,3 +662,7 @@ class CacheManager:
             **statistics.gauges(counts, self.num_free_device_blocks),
             **self.metrics.as_gauges(),
         }
+
+
+def _is_preempted(request: Any) -> bool:
+    return getattr(getattr(request, "status", None), "name", "") == "PREEMPTED"

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from aiokv.connectors.fastdeploy.manager import CacheManager
-from aiokv.connectors.fastdeploy.settings import check_role
+from aiokv.connectors.fastdeploy.settings import Sizes, check_role
 from aiokv.errors import WouldBlock
 
 if TYPE_CHECKING:
@@ -48,11 +48,12 @@ class PrefixCacheManager:
         local_data_parallel_id: int = 0,
         **options: Any,
     ) -> None:
-        check_role(splitwise_role)
+        check_role(splitwise_role, ("mixed",))
         self.tensor_parallel_size = tensor_parallel_size
         self.splitwise_role = splitwise_role
         self.local_data_parallel_id = local_data_parallel_id
-        self.cache = CacheManager(config, **{"waits_for_onloads": True, **options})
+        check_role(Sizes.of(config).role, ("mixed",))
+        self.cache = CacheManager(config, **options)
 
     def close(self) -> None:
         """Give all blocks back, and close the engine. Idempotent."""
@@ -180,18 +181,18 @@ class PrefixCacheManager:
         holding = self.cache.match(task)
         size = self.cache.block_size
         device = holding.hit.device_tokens // size
-        task.num_cached_blocks = len(holding.table)  # type: ignore[attr-defined]
+        task.num_cached_blocks = holding.given  # type: ignore[attr-defined]
         figures = {
             "gpu_match_token_num": holding.hit.device_tokens,
             "cpu_match_token_num": holding.hit.host_tokens,
             "storage_match_token_num": 0,
-            "match_gpu_block_ids": holding.table[:device],
-            "gpu_recv_block_ids": holding.table[device:],
+            "match_gpu_block_ids": holding.block_ids[:device],
+            "gpu_recv_block_ids": holding.block_ids[device:],
             "match_storage_block_ids": [],
             "cpu_cache_prepare_time": _onload_seconds(holding),
             "storage_cache_prepare_time": 0,
         }
-        return list(holding.table), holding.hit.total, figures
+        return holding.block_ids, holding.hit.total, figures
 
     def request_block_ids(
         self, task: Request, block_size: int, dec_token_num: int, *args: Any

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiokv import CacheConfig
 from aiokv.base import checks
 from aiokv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROLES: Final = ("mixed", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +25,7 @@ class Sizes:
     """Sizes and rules of FastDeploy's cache, read by the names of its fields.
 
     Attributes:
+        role: ``scheduler_config.splitwise_role``: "mixed", "prefill" or "decode".
         block_tokens: ``cache_config.block_size``.
         device_blocks: ``cache_config.total_block_num``.
         host_blocks: ``cache_config.num_cpu_blocks``.
@@ -30,12 +37,16 @@ class Sizes:
             time.
         decode_slots: positions that a decoding request has left when the next blocks are taken
             ahead for it.
+        look_schedules: number of batches after which all decoding requests are looked at, to take
+            blocks ahead for them and to commit generated tokens.
         batch_tokens: ``scheduler_config.max_num_batched_tokens``.
         tail_tokens: positions at the end of the generated tokens that are not computed for sure:
             the last one, and those of draft tokens.
         leave_tokens: positions at the end of a prompt that are computed even if cached.
         splits_items: not ``cache_config.disable_chunked_mm_input``: a match may end inside an
             image, whose other positions the model computes.
+        shares_in_batch: True to share blocks with the later requests of the batch that computes
+            them.
     """
 
     block_tokens: int
@@ -46,20 +57,24 @@ class Sizes:
     shares_outputs: bool = True
     decode_blocks: int = 0
     decode_slots: int = 0
+    look_schedules: int = 1
     batch_tokens: int = 0
     tail_tokens: int = 1
     leave_tokens: int = 1
     splits_items: bool = False
+    shares_in_batch: bool = False
+    role: str = "mixed"
 
     @classmethod
     def of(cls, config: Any) -> Self:
         """Read an ``FDConfig``, or any object with the same fields.
 
         Raises:
-            ConfigError: a required field is missing, or the role of the server is not "mixed".
+            ConfigError: a required field is missing, or the role of the server is unknown.
         """
         scheduler = getattr(config, "scheduler_config", None)
-        check_role(str(_field(scheduler, "splitwise_role", "mixed")))
+        role = str(_field(scheduler, "splitwise_role", "mixed"))
+        check_role(role, ROLES)
         try:
             cache = config.cache_config
             block_tokens = _integer(cache.block_size, "block_size")
@@ -74,6 +89,7 @@ class Sizes:
         drafts = _draft_tokens(getattr(config, "speculative_config", None))
         slots = _count(cache, "prealloc_dec_block_slot_num_threshold", 0)
         return cls(
+            role=role,
             block_tokens=block_tokens,
             device_blocks=device_blocks,
             host_blocks=host_blocks,
@@ -82,6 +98,7 @@ class Sizes:
             shares_outputs=bool(_field(cache, "enable_output_caching", True)),
             decode_blocks=_count(cache, "enc_dec_block_num", 0),
             decode_slots=slots + max(block_tokens // 4, 1 + drafts),
+            look_schedules=max(block_tokens // 8 // (1 + drafts), 1),
             batch_tokens=_count(scheduler, "max_num_batched_tokens", 0),
             tail_tokens=1 + drafts,
             leave_tokens=1 + drafts,
@@ -143,25 +160,36 @@ def socket_of(config: Any) -> Path:
     return folder / f"{port}.sock"
 
 
+def writes_before_reading() -> bool:
+    """Return True if a batch writes the KV of a layer before any of its requests reads that layer.
+
+    FastDeploy's append attention on CUDA does so. Its flash attention reads the cached prefixes
+    first. With ``USE_TBO=1``, a batch has two parts with an order of their own. The order of other
+    attention backends is not known.
+    """
+    platforms: Any = sys.modules.get("fastdeploy.platforms")
+    return (
+        platforms is not None
+        and bool(platforms.current_platform.is_cuda())
+        and os.environ.get("FD_ATTENTION_BACKEND", "APPEND_ATTN") == "APPEND_ATTN"
+        and os.environ.get("USE_TBO", "0") != "1"
+    )
+
+
 def _write_policy(cache: object) -> str:
     policy = str(_field(cache, "write_policy", "write_through_selective"))
     threshold = _count(cache, "write_through_threshold", 2)
     return f"nth_use:{threshold}" if policy == "write_through_selective" else policy
 
 
-def check_role(role: str) -> None:
-    """Check that a server does both prefill and decoding.
-
-    Servers with another role share device blocks that their own workers have not computed.
+def check_role(role: str, roles: Sequence[str]) -> None:
+    """Check that a server has one of these roles.
 
     Raises:
-        ConfigError: the role is not "mixed".
+        ConfigError: it has another role.
     """
-    if role != "mixed":
-        raise ConfigError(
-            f"splitwise_role is {role!r}; it must be 'mixed'",
-            hint="for prefill and decoding on different servers, use aiokv.Peers",
-        )
+    if role not in roles:
+        raise ConfigError(f"splitwise_role is {role!r}; it must be one of {', '.join(roles)}")
 
 
 def _field(config: Any, name: str, default: Any) -> Any:
