@@ -463,6 +463,11 @@ class Core:
     def indexed_blocks(self, lease: int) -> int:
         """Blocks of the lease that are in the index, from the first on."""
 
+    def rematch(self, lease: int) -> tuple[int, int]:
+        """
+        (cached_tokens, prompt_tokens) of a lease that waits for its grant: of a match made now. The hit counts as used now.
+        """
+
     def check_request(self, lease: int, num_tokens: int, reserve_blocks: int | None = None) -> None:
         """Raise what allocate would for a request that can never be granted."""
 
@@ -475,6 +480,9 @@ class Core:
         """
         Return the state of the lease; a lease that has ended raises LeaseError.
         """
+
+    def computes(self, lease: int) -> bool:
+        """False if the lease only keeps its hit."""
 
     def hit(self, lease: int) -> tuple[int, int]:
         """(device_blocks, host_blocks) as matched, or as granted."""
@@ -539,9 +547,9 @@ class Core:
         Return the released leases that waited for external saves only, and end them.
         """
 
-    def release(self, lease: int, step: int = 0, used_in: int = 0) -> bool:
+    def release(self, lease: int, step: int = 0, used_in: int = 0, label: str = '') -> bool:
         """
-        Return False when batches or transfers of peers in flight keep the blocks until they have ended.
+        Return False when batches or transfers of peers in flight keep the blocks until they have ended. `label`: see Lease.release; "" for none.
         """
 
     def begin_batch(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
@@ -807,6 +815,10 @@ class Core:
 
     @property
     def granted_leases(self) -> int: ...
+
+    @property
+    def computing_leases(self) -> int:
+        """Leases that have blocks and compute, which those of pins do not."""
 
     @property
     def swapped_leases(self) -> int: ...

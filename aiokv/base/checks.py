@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 
 MAX_INT64: Final = 2**63 - 1
 MAX_INT32: Final = 2**31 - 1
+MAX_LABEL_CHARACTERS: Final = 64
 
 
 def shown(value: object) -> str:
@@ -145,6 +146,21 @@ def text(name: str, value: object, error: type[AiokvError] = UsageError) -> str:
                 f"{name} is {shown(value)}, which is not valid Unicode: {problem}"
             ) from None
     return value
+
+
+def label(name: str, value: object) -> str:
+    """Return ``value``, which must be a str of at most ``MAX_LABEL_CHARACTERS`` characters.
+
+    Raises:
+        UsageError: it is not.
+    """
+    checked = text(name, value)
+    if len(checked) > MAX_LABEL_CHARACTERS:
+        raise UsageError(
+            f"{name} has {len(checked)} characters; at most {MAX_LABEL_CHARACTERS} are possible",
+            hint="give requests that return alike the same short label",
+        )
+    return checked
 
 
 def flag(name: str, value: object, error: type[AiokvError] = UsageError) -> bool:

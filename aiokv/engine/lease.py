@@ -466,7 +466,7 @@ class Lease(Unique):
             worker.record_checksums(fork.target_blocks, leases.read.open_step)
         return child
 
-    def release(self, after: Event | None = None) -> None:
+    def release(self, after: Event | None = None, *, returns: str = "") -> None:
         """Release the lease and give all its blocks back. Idempotent.
 
         When a batch in flight computes with the lease, its blocks are reused after the batch has
@@ -476,20 +476,28 @@ class Lease(Unique):
             after: event that was recorded on the compute stream after the last work that uses the
                 blocks and after all other work of the open step; the call closes the step with this
                 event. None leaves the step open.
+            returns: label of the request, which tells when a request with the same prefix may come,
+                e.g. ``"tool_use"`` or ``"end_turn"``; at most 64 characters, ``""`` for none. With
+                ``eviction_policy="adaptive"``, the engine learns from later requests what a label
+                means; the text has no meaning of its own. The first 14 different labels are learned
+                one by one, all others as one. ``"lru"`` ignores labels.
 
         Raises:
-            UsageError: the worker cannot wait for an event of this type; nothing changed.
+            UsageError: the worker cannot wait for an event of this type, or ``returns`` is no str
+                or too long; nothing changed.
         """
         record = self.record
         if not record.id:
             return
         if after is not None:
             after = as_event("after", after)
+        if returns != "":
+            checks.label("returns", returns)
         frame = sys._getframe(1)
         if frame.f_globals.get("__name__") in _RELEASING_MODULES:
             frame = outer_caller().frame
         record.end = (frame.f_code, frame.f_lineno)
-        record.leases.release(record, after)
+        record.leases.release(record, after, returns=returns)
 
     def __del__(self) -> None:
         if self.record.id and self.record.leases.collect(self.record):
@@ -761,7 +769,9 @@ class Lease(Unique):
 
     # --- computed positions ---------------------------------------------------------------------
 
-    def commit(self, num_tokens: int, ready: Event | None = None) -> int:
+    def commit(
+        self, num_tokens: int, ready: Event | None = None, *, in_next_step: bool = False
+    ) -> int:
         """Note that the first ``num_tokens`` positions are computed, and share their full blocks.
 
         The engine indexes only positions whose tokens it knows: those of the prompt and of
@@ -778,6 +788,9 @@ class Lease(Unique):
             ready: event that was recorded on the compute stream after the computation and after all
                 other work of the open step; the call closes the step with this event. None leaves
                 the step open.
+            in_next_step: True if the positions are not computed yet, and the step after the open
+                one will compute them. Until then, only work that the device does behind that of
+                this lease may read them. No transfer reads them before that step has ended.
 
         Returns:
             The number of blocks that became shareable.
@@ -785,21 +798,28 @@ class Lease(Unique):
         Raises:
             LeaseError: ``num_tokens`` exceeds the positions of the lease. Nothing changed.
             UsageError: ``num_tokens`` is not an integer, or the worker cannot wait for an event
-                like ``ready``. Nothing changed.
+                like ``ready``; or ``in_next_step`` is given with ``ready``, with
+                ``CacheConfig.external_device`` or with checksums. Nothing changed.
             ClosedError: the engine is closed.
         """
         if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
             num_tokens = checks.integer("num_tokens", num_tokens)
         if ready is not None:
             ready = as_event("ready", ready)
+            if in_next_step:
+                raise UsageError("commit: ready is given, so in_next_step must be False")
         record = self.record
         leases = record.leases
         leases.check_loop()
-        if leases.coverage.active:
+        if leases.coverage.active and not in_next_step:
             leases.coverage.check_commit(record, num_tokens)
         lease_id = record.id or record.live_id()
         if ready is None:
-            published = leases.apply(leases.scheduler.commit(lease_id, num_tokens))
+            if in_next_step:
+                result = leases.scheduler.commit(lease_id, num_tokens, in_next_step=True)
+            else:
+                result = leases.scheduler.commit(lease_id, num_tokens)
+            published = leases.apply(result)
             if leases.timers:
                 leases.used(lease_id)
         else:

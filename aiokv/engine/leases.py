@@ -208,6 +208,7 @@ class Leases:
         record: LeaseRecord,
         after: Event | None = None,
         *,
+        returns: str = "",
         unused_seconds: float | None = None,
     ) -> None:
         """End a lease in the scheduler and in all parts of the engine that keep state for it.
@@ -217,6 +218,7 @@ class Leases:
         Args:
             record: the lease.
             after: see ``Lease.release``.
+            returns: see ``Lease.release``.
             unused_seconds: time after which the lease has expired; None for one that is released.
         """
         if not self.lifetime.is_usable and record.id:
@@ -228,14 +230,14 @@ class Leases:
         self.check_loop()
         used_in = 0 if after is None else self.steps.close(after)
         if self.recordings.active:
-            self.recordings.releases(lease_id)
+            self.recordings.releases(lease_id, returns)
         if self.coverage.active:
             self.coverage.note_release(lease_id)
         record.id = 0
         self.num_ended += 1
         scheduler = self.scheduler
         if unused_seconds is None:
-            self.apply(scheduler.release(lease_id, used_in))
+            self.apply(scheduler.release(lease_id, used_in, returns))
         else:
             self.apply(scheduler.expire(lease_id))
         if self.timers:

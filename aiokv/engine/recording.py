@@ -58,10 +58,14 @@ class Recordings:
         """Note a lease that was opened; the caller may change the array later."""
         self._prompts[lease_id] = _Prompt(time.monotonic(), tokens.copy(), context, items)
 
-    def releases(self, lease_id: int) -> None:
+    def releases(self, lease_id: int, label: str = "") -> None:
         """Record the request of a lease that is about to be released.
 
         A lease that has computed nothing is left out: its prompt is not in the cache.
+
+        Args:
+            lease_id: the lease.
+            label: see ``Lease.release``.
         """
         prompt = self._prompts.pop(lease_id, None)
         *_, computed_blocks = self._read.usage(lease_id)
@@ -76,6 +80,7 @@ class Recordings:
                 output_tokens=max(0, behind_prompt + 1),
                 context=prompt.context,
                 items=prompt.items,
+                label=label,
             )
         )
 

@@ -54,6 +54,7 @@ class TraceEntry(NamedTuple):
         output_tokens: number of tokens that it has generated.
         context: salt and adapter; prompts of different contexts have no equal ids.
         items: (content hash, offset, length) of each multimodal item, in order.
+        label: label of its release; "" for none.
     """
 
     arrived_at: float
@@ -61,6 +62,7 @@ class TraceEntry(NamedTuple):
     output_tokens: int
     context: str
     items: Sequence[tuple[bytes, int, int]]
+    label: str = ""
 
 
 class RecordingStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,12 +145,14 @@ class TraceFile:
 
     def write(self, entry: TraceEntry) -> None:
         """Write an entry as a line."""
-        line = {
+        line: dict[str, int | str | list[int]] = {
             "timestamp": max(0, round((entry.arrived_at - self._began_at) * 1e3)),
             "input_length": len(entry.tokens),
             "output_length": entry.output_tokens,
             "hash_ids": self._ids.of(entry),
         }
+        if entry.label:
+            line["returns"] = entry.label
         self._file.write(self._encode(line) + b"\n")
 
     def flush(self) -> None:

@@ -448,6 +448,12 @@ class CacheReader:
         """
         if self._gate.closed:
             return "admission is paused", "call resume() or wake_up()"
+        running, limit = self._core.computing_leases, self._config.max_running_leases
+        if limit is not None and running >= limit:
+            return (
+                f"{running} leases hold blocks, and CacheConfig.max_running_leases is {limit}",
+                "raise CacheConfig.max_running_leases, or preempt a lease",
+            )
         held = self._quota.held(salt)
         if not self._quota.fits(salt, self.blocks_for(num_tokens)):
             return (
@@ -525,6 +531,7 @@ class CacheReader:
             swaps=self._preemption.swaps,
             lost_leases=self._preemption.lost_leases,
             expired_leases=self._releases.expired_leases,
+            overdue_requests=self._admission.overdue_requests,
             restored_states=state.cloned + state.onloaded,
             **fields,
         )

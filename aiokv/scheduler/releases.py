@@ -64,14 +64,15 @@ class Releases:
         self._batches: set[int] = set()  # ids of the batches in flight
         self.expired_leases = 0
 
-    def release(self, lease_id: int, used_in: int = 0) -> None:
+    def release(self, lease_id: int, used_in: int = 0, returns: str = "") -> None:
         """Give back the blocks of a lease. Blocks in use follow when their use ends.
 
         Args:
             lease_id: the lease.
             used_in: closed step that used the blocks, in addition to batches; 0 for none.
+            returns: label of the request; see ``Lease.release``.
         """
-        if self._core.release(lease_id, used_in or self._clock.open, used_in):
+        if self._core.release(lease_id, used_in or self._clock.open, used_in, returns):
             self._forget(lease_id)
         if self._waiters:
             self._pending.withdrawn(lease_id)

@@ -61,6 +61,7 @@ TRANSITIONS: Final = (
     "allocate",
     "take_turn",
     "end_store_wait",
+    "end_overtaking",
     "stop_waiting",
     "wait_pending",
     "stop_wait_pending",
@@ -160,10 +161,10 @@ class CacheScheduler:
             core, self._gate, self._plans, self._outbox, errors, has_stores
         )
         self.fetches = Fetches(config, core, self._plans, self._outbox, errors, self.store_saver)
-        self._granting = Granting(core, self._plans, self._saver, self._outbox, config.block_tokens)
+        self._granting = Granting(config, core, self._plans, self._saver, self._outbox)
         self._quota = SaltQuota(config.salt_quota_blocks)
         self._admission = Admission(
-            core, self._gate, self._quota, self._granting, self._outbox, errors
+            config, core, self._gate, self._quota, self._granting, self._outbox, errors
         )
         self._pending = PendingBlocks(core, self._outbox)
         self.peers = ReceivesAndSends(
@@ -409,6 +410,7 @@ class CacheScheduler:
         """
         return (
             not self._must_wait(lease_id, num_tokens, None, reserve_blocks)
+            and not self._granting.is_full(lease_id)
             and self._quota.admits(self._salt(lease_id), self._blocks_for(num_tokens))
             and self._core.can_allocate(
                 lease_id, num_tokens, self._saver.drops_unsaved, reserve_blocks
@@ -430,7 +432,7 @@ class CacheScheduler:
         free, evictable, _ = self._core.room()
         quota = self._quota.room(salt)
         limit = min(limit, free + evictable - reserve_blocks, limit if quota is None else quota)
-        if self._gate.closed or len(self._admission):
+        if self._gate.closed or len(self._admission) or self._granting.is_at_limit:
             limit = 0
         return self._core.allocatable_blocks(max(limit, 0), self._saver.drops_unsaved)
 
@@ -505,6 +507,15 @@ class CacheScheduler:
         return None, self._settle()
 
     @guarded
+    def end_overtaking(self, lease_id: int) -> tuple[bool, Effects]:
+        """Let a request that waits go before all later requests of its priority. Idempotent.
+
+        Returns:
+            False if it does not wait, did so before, or ``admission`` is not ``"cached_first"``.
+        """
+        return self._admission.end_overtaking(lease_id), self._settle()
+
+    @guarded
     def take_turn(self, lease_id: int) -> tuple[Grant | None, Effects]:
         """Grant a lease that an effect has told that it is first in line.
 
@@ -550,12 +561,13 @@ class CacheScheduler:
         self._pending.leave(lease_id)
         return None, self._outbox.pending
 
-    def release(self, lease_id: int, used_in: int = 0) -> Done:
+    def release(self, lease_id: int, used_in: int = 0, returns: str = "") -> Done:
         """Release a lease. Blocks that batches in flight use are freed when the batches end.
 
         Args:
             lease_id: a lease without a handle.
             used_in: closed step that used the blocks, in addition to batches; 0 for none.
+            returns: label of the request; see ``Lease.release``.
         """
         if self._guard.failure is not None:
             return self.errors.refuse("release")
@@ -564,9 +576,9 @@ class CacheScheduler:
                 waited = self._releases.end_waits(lease_id)
                 held = self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
                 if not (waited or held):  # it frees no blocks that leases wait for
-                    self._releases.release(lease_id, used_in)
+                    self._releases.release(lease_id, used_in, returns)
                     return None, self._outbox.pending
-            self._releases.release(lease_id, used_in)
+            self._releases.release(lease_id, used_in, returns)
             return None, self._settle()
         except BaseException as error:
             self.errors.note(error)
@@ -653,7 +665,11 @@ class CacheScheduler:
             raise
 
     def commit(
-        self, lease_id: int, num_tokens: int, closes_step: bool = False
+        self,
+        lease_id: int,
+        num_tokens: int,
+        closes_step: bool = False,
+        in_next_step: bool = False,
     ) -> tuple[int, Effects]:
         """Index the full blocks of the first ``num_tokens`` positions.
 
@@ -661,16 +677,24 @@ class CacheScheduler:
             lease_id: a granted lease.
             num_tokens: absolute number of computed positions.
             closes_step: True if the next transition of the caller closes the open step.
+            in_next_step: True if the step after the open one computes the positions.
 
         Returns:
             The number of blocks that became shareable.
 
         Raises:
             LeaseError: ``num_tokens`` exceeds the positions of the lease.
+            UsageError: ``in_next_step``, and a server owns the device blocks, or the worker records
+                checksums.
         """
         try:
             core = self._core
             step = self._clock.next if closes_step else self._clock.open
+            if in_next_step:
+                if self._external is not None or self._records_checksums:
+                    what = "external_device" if self._external is not None else "verify='checksum'"
+                    raise UsageError(f"commit: in_next_step cannot be used with {what}")
+                step = self._clock.next + 1
             if self._external is not None:
                 published = core.commit(lease_id, num_tokens, step)
                 self._external.settle()
@@ -681,7 +705,7 @@ class CacheScheduler:
                 self._outbox.effects.computed.append(computed)
             else:
                 published = core.commit(lease_id, num_tokens, step)
-            if published and not self._clock.tracked:
+            if published and not (self._clock.tracked or in_next_step):
                 self._saver.want()
             if self._waiters:
                 self._pending.advanced(lease_id)

@@ -3,6 +3,7 @@
 ``{"timestamp": 27482, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}``: arrival
 in milliseconds, number of input and output tokens, and one id per 512 prompt tokens (the last id
 may cover fewer). Equal ids mean equal tokens, so the ids determine what a prefix cache can reuse.
+``"returns"`` is an addition of aiokv: the label of the request's release (see ``Lease.release``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 import msgspec
 import numpy as np
 
+from aiokv.base.checks import MAX_LABEL_CHARACTERS
 from aiokv.base.logs import Log
 from aiokv.engine.trace_writer import HASH_BLOCK_TOKENS as HASH_BLOCK_TOKENS
 from aiokv.errors import UsageError
@@ -55,13 +57,14 @@ class TraceError(UsageError, ValueError):
         self.line = line
 
 
-class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Request of a trace; ``len(hash_ids) == ceil(input_tokens / 512)``."""
 
     timestamp_ms: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(name="timestamp")
     input_tokens: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(name="input_length")
     output_tokens: Annotated[int, msgspec.Meta(ge=0)] = msgspec.field(name="output_length")
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=MAX_HASH_ID)]]
+    returns: Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARACTERS)] = ""
 
 
 def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[TraceRequest]:

@@ -1,11 +1,18 @@
 // The eviction queue, the reuse model and set dueling, without a cache around them.
+#include <algorithm>
 #include <cmath>
+#include <string>
+#include <string_view>
 #include <vector>
 
+#include "aiokv/core_types.hpp"
+#include "aiokv/evictable_blocks.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
+#include "aiokv/reuse_labels.hpp"
 #include "aiokv/set_dueling.hpp"
 #include "check.hpp"
+#include "report.hpp"
 
 using namespace aiokv;
 
@@ -51,6 +58,37 @@ std::vector<ReuseClass> ask(ReuseModel& model, std::int32_t document, std::size_
     return classes;
 }
 
+// Defers a run of four blocks, and returns it. Returns the blocks of the queue, in eviction order,
+// as indices of the run; 4 is another block, which was queued before.
+std::vector<std::size_t> order_after_return(std::uint32_t host_blocks) {
+    CoreConfig config;
+    config.eviction = "lru";
+    config.host_blocks = host_blocks;
+    PrefixTree tree{1, 64, 0};
+    const NodeId root = tree.add_root();
+    EvictableBlocks blocks(config, tree);
+    const std::vector<std::int32_t> tokens{1, 2, 3, 4, 5};
+    std::vector<NodeId> nodes;
+    tree.add_chain(root, tokens.data(), {}, 4, nodes);
+    tree.add_chain(root, &tokens[4], {}, 1, nodes);
+    for (const NodeId node : nodes) tree[node].set(kDeviceValid);
+    const RunId run = tree.run_of(nodes[0]);
+    blocks.enqueue(tree.run_of(nodes[4]));
+    blocks.enqueue(run);
+    blocks.defer(run);
+    CHECK(blocks.is_deferred(nodes[0]));
+    blocks.requeue_if_free(nodes[3]);
+    CHECK_EQ(blocks.evictable_device(), 5u);
+    Report report(0, 0, tree.end_id());
+    blocks.check(report);
+    CHECK(report.take().empty());
+    std::vector<std::size_t> order;
+    for (NodeId node = blocks.device_front(); node != kNone; node = blocks.after_on_device(node)) {
+        order.push_back(static_cast<std::size_t>(std::ranges::find(nodes, node) - nodes.begin()));
+    }
+    return order;
+}
+
 }  // namespace
 
 TEST(lru_is_the_order_of_use) {
@@ -78,7 +116,7 @@ TEST(cohorts_lose_no_run_while_they_age_and_the_order_changes) {
         queue.push_back(runs.back());
         if (i % 3 == 0) queue.remove(runs[static_cast<std::size_t>(i)]);
         ask(model, i % 20, 40);
-        queue.choose(i / 40 % 2 == 1);
+        queue.choose(i / 40 % 2 == 1 ? EvictionRank::kScore : EvictionRank::kRecency);
     }
     std::uint32_t ahead = 0;
     for (RunId run = queue.front(); run != kNoRun; run = queue.after(run)) ++ahead;
@@ -111,6 +149,12 @@ TEST(parts_of_a_run_wait_where_it_waited) {
     CHECK(drain(queue) == (std::vector<RunId>{a, b, c, d}));
 }
 
+TEST(a_deferred_run_returns_whole_without_a_host_tier) {
+    CHECK(order_after_return(0) == (std::vector<std::size_t>{3, 2, 1, 0, 4}));
+    // With a host tier, those above may have to be saved first.
+    CHECK(order_after_return(4) == (std::vector<std::size_t>{3, 4}));
+}
+
 TEST(a_prompt_that_returns_changes_its_class) {
     ReuseModel model(kBlockTokens, 1000);
     const std::vector<ReuseClass> first = ask(model, 7, 4);
@@ -129,7 +173,7 @@ TEST(eviction_by_recency_ignores_classes_and_times) {
         runs.push_back(f.add(i, static_cast<std::uint32_t>(i * 7) % 11));
         queue.push_back(runs.back());
         ask(model, i, 9);
-        queue.choose(i < 40);
+        queue.choose(i < 40 ? EvictionRank::kScore : EvictionRank::kRecency);
     }
     CHECK(drain(queue) == runs);
 }
@@ -147,10 +191,55 @@ TEST(eviction_by_score_takes_first_what_returns_least) {
     Queue queue(f.tree.runs(), &model);
     const RunId a = f.add(1, returns), b = f.add(2, once), c = f.add(3, returns);
     for (const RunId run : {a, b, c}) queue.push_back(run);
-    queue.choose(true);
+    queue.choose(EvictionRank::kScore);
     CHECK_EQ(queue.front(), b);
     CHECK_EQ(queue.after(b), a);
     CHECK(drain(queue) == (std::vector<RunId>{b, a, c}));
+}
+
+TEST(labels_that_tell_what_returns_decide_the_order_until_they_are_wrong) {
+    ReuseModel model(kBlockTokens, 400);
+    SetDueling dueling(model, 400);
+    ReuseLabels labels;
+    std::vector<ReuseClass> classes;
+    // Every prompt is like the others, but for its label: one in four comes again once, after the
+    // rest of the capacity was used twice.
+    std::int32_t next = 0;
+    const auto serve = [&](std::int32_t document, std::string_view label) {
+        const std::vector<std::int32_t> tokens(10 * kBlockTokens, document);
+        model.observe(tokens, 1, classes);
+        dueling.observe(classes);
+        model.label(tokens, 1, labels.id_of(label), classes);
+        dueling.label(classes);
+    };
+    const auto run = [&](int rounds, bool is_true) {
+        for (int i = 0; i < rounds; ++i, ++next) {
+            const bool returns = next % 4 == 0;
+            serve(next, returns == is_true ? "returns" : "ends");
+            if (next >= 80 && next % 4 == 0) serve(next - 80, is_true ? "ends" : "returns");
+        }
+    };
+    CHECK(!model.has_labels());
+    run(3000, true);
+    CHECK(model.has_labels());
+    CHECK(dueling.preferred() == EvictionRank::kLabelledScore);
+    const ReuseClass some = ReuseFeatures{0, 1, 0}.reuse_class();
+    const ReuseClass keep = ReuseFeatures::with_label(some, labels.id_of("returns"));
+    const ReuseClass drop = ReuseFeatures::with_label(some, labels.id_of("ends"));
+    CHECK(model.score(keep, 8, true) > 2 * model.score(drop, 8, true));
+    CHECK_EQ(model.score(keep, 8), model.score(drop, 8));
+    run(400, false);
+    CHECK(dueling.preferred() != EvictionRank::kLabelledScore);
+}
+
+TEST(labels_beyond_the_limit_share_one_number) {
+    ReuseLabels labels;
+    std::uint32_t last = 0;
+    for (int i = 0; i < 100; ++i) last = labels.id_of("label " + std::to_string(i));
+    CHECK_EQ(last, ReuseFeatures::kLabels - 1);
+    CHECK_EQ(labels.id_of("label 99"), labels.id_of("label 14"));
+    CHECK_EQ(labels.id_of("label 0"), 1u);
+    CHECK_EQ(labels.id_of("label 13"), 14u);
 }
 
 TEST(a_shadow_cache_by_recency_holds_the_stretches_used_last) {
@@ -183,8 +272,8 @@ TEST(the_scores_are_preferred_in_a_loop_larger_than_the_cache) {
         small.observe(classes);
         large.observe(classes);
     }
-    CHECK(small.prefers_score());
-    CHECK(!large.prefers_score());
+    CHECK(small.preferred() == EvictionRank::kScore);
+    CHECK(large.preferred() == EvictionRank::kRecency);
 }
 
 TEST(a_few_prompts_do_not_change_the_order_however_large_they_are) {

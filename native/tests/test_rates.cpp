@@ -104,3 +104,46 @@ TEST(old_counts_decay) {
     rates.learn(0);
     CHECK_EQ(score(late), 0.0);
 }
+
+TEST(each_label_has_its_own_factor_per_age) {
+    constexpr std::uint32_t kSoon = 1, kLate = 2, kNever = 3;
+    constexpr std::uint64_t kYoung = 4, kOld = 256;
+    ReturnRates rates(1024);
+    rates.admit(kNever);
+    const auto of = [](std::uint32_t label) {
+        ReuseFeatures features;
+        features.label = label;
+        return features;
+    };
+    for (const std::uint32_t label : {kSoon, kLate, kNever}) {
+        rates.count_waiting(of(label), kYoung, 10'000);
+        rates.count_waiting(of(label), kOld, 100'000);
+    }
+    for (int i = 0; i < 1000; ++i) {
+        rates.count_return(of(kSoon), kYoung);
+        rates.count_return(of(kLate), kOld);
+    }
+    for (int i = 0; i < 4; ++i) rates.learn(1);
+    const auto score = [&](std::uint32_t label, std::uint64_t age) {
+        return rates.score(of(label).reuse_class(), age);
+    };
+    CHECK(score(kSoon, kYoung) > 4 * score(kLate, kYoung));
+    CHECK(score(kLate, kOld) > 1.5 * score(kSoon, kOld));  // soon, too, may return later
+    CHECK(score(kSoon, kYoung) > 20 * score(kNever, kYoung));
+    CHECK(score(kLate, kOld) > 20 * score(kNever, kOld));
+}
+
+TEST(a_label_without_counts_scores_like_requests_without_labels) {
+    ReturnRates rates(1024);
+    for_each_class([&](const ReuseFeatures& features) {
+        rates.count_waiting(features, kAge, 1000);
+        for (int i = 0; i < 50; ++i) rates.count_return(features, kAge);
+    });
+    rates.learn(1);
+    rates.admit(7);
+    for_each_class([&](ReuseFeatures features) {
+        const double without = rates.score(features.reuse_class(), kAge);
+        features.label = 7;
+        CHECK_EQ(rates.score(features.reuse_class(), kAge), without);
+    });
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +53,7 @@ def hit_tokens(
     capacity_blocks: int,
     policy: EvictionPolicy,
     block_tokens: int = 16,
+    labels: Iterable[str] | None = None,
 ) -> int:
     """Return the hit tokens of one prompt after the other; leave out those longer than the cache.
 
@@ -60,6 +62,7 @@ def hit_tokens(
         capacity_blocks: of the cache, in blocks of 512 tokens.
         policy: of eviction.
         block_tokens: of the cache.
+        labels: label of each prompt's release, ``""`` for none; None for no labels.
     """
     core = new_core(
         CacheConfig(
@@ -68,11 +71,12 @@ def hit_tokens(
             eviction_policy=policy,
         )
     )
-    for tokens in prompts:
+    with_labels = zip(prompts, itertools.repeat("") if labels is None else labels, strict=False)
+    for tokens, label in with_labels:
         if len(tokens) > capacity_blocks * HASH_BLOCK_TOKENS:
             continue
         lease = core.match(tokens, "")[0]
         core.allocate(lease, len(tokens))
         core.commit(lease, len(tokens), 0)
-        core.release(lease, 0)
+        core.release(lease, 0, 0, label)
     return core.statistics().hit_device_tokens

@@ -378,6 +378,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/connectors/fastdeploy": (
         "connectors/test_fastdeploy_manager.py",
         "connectors/test_fastdeploy_room.py",
+        "connectors/test_fastdeploy_looks.py",
         "connectors/test_fastdeploy_matches.py",
         "connectors/test_fastdeploy_prefix.py",
         "connectors/test_fastdeploy_stores.py",

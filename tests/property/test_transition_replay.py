@@ -25,6 +25,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "write_back": {"host_blocks": 24, "write_policy": "write_back", "eviction_policy": "lru"},
     "no_host": {"host_blocks": 0},
     "quota": {"host_blocks": 40, "salt_quota_blocks": 16},
+    "cached_first": {
+        "host_blocks": 40,
+        "admission": "cached_first",
+        "max_overtake_seconds": 0.0,
+        "max_running_leases": 4,
+        "salt_quota_blocks": 20,
+    },
     "state": {"host_blocks": 40, "state_slots": 6},
     "host_state": {"host_blocks": 40, "state_slots": 5, "host_state_slots": 6},
     "windows": {"host_blocks": 0, "windows": {"w": WindowGroup(window_tokens=8, device_blocks=24)}},

@@ -70,6 +70,13 @@ class Core {
               std::span<const Item> items = {});
     // Returns the hit that match() would find. Changes nothing, not even recency.
     Hit would_hit(Tokens tokens, std::string_view context, std::span<const Item> items = {}) const;
+    // Matches the prompt of a waiting lease again, and marks the hit as used now. All computed
+    // tokens of a swapped lease count as its prompt, and as cached.
+    struct CachedPart {
+        std::uint32_t cached_tokens;
+        std::uint32_t prompt_tokens;
+    };
+    CachedPart rematch(LeaseId id);
     Pending pending(LeaseId id) { return matching_.pending(leases_.at(id), promises_); }
     void check_request(LeaseId id, std::int64_t num_tokens, Reserve reserve = {}) const {
         grants_.check_request(leases_.at(id), num_tokens, reserve);
@@ -132,8 +139,8 @@ class Core {
     }
     // Returns false if batches or transfers of peers in flight still use the blocks: end_batch() or
     // complete() then releases the lease.
-    bool release(LeaseId id, Step step, Step used_in = 0) {
-        return releases_.release(leases_.at(id), step, used_in);
+    bool release(LeaseId id, Step step, Step used_in = 0, std::string_view label = {}) {
+        return releases_.release(leases_.at(id), step, used_in, label);
     }
     std::int64_t recompute_from(LeaseId id) { return completions_.recompute_from(leases_.at(id)); }
     // The lease will compute nothing, so a grant gives it no state slot. With `whole`, it may hit
@@ -287,6 +294,7 @@ class Core {
     void close_step(Step step) {
         device_.close_step(step);
         auxiliary_.close_step(step);
+        saver_.close_step();
     }
     void finish_step(Step step) {
         device_.finish_step(step);
@@ -318,6 +326,8 @@ class Core {
 
     // -- counts in O(1)
     std::uint32_t granted_leases() const { return leases_.with_blocks(); }
+    // Returns the number of leases that have blocks and compute, which those of pins do not.
+    std::uint32_t computing_leases() const { return leases_.computing(); }
     std::uint32_t swapped_leases() const { return leases_.count(LeaseState::kSwapped); }
     std::uint64_t computed_prompt_tokens() const { return publication_.computed_prompt_tokens(); }
     Room room() const {

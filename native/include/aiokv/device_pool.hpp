@@ -41,6 +41,8 @@ class DevicePool {
         return blocks;
     }
     bool is_writable(BlockId id) const { return after_step(id) <= closed_; }
+    // Whether a step behind the open one computes the block.
+    bool is_ahead(BlockId id) const { return after_step(id) > closed_ + 1; }
     bool is_free(BlockId id) const {
         const auto has = [id](const std::deque<BlockId>& ids) {
             return std::find(ids.begin(), ids.end(), id) != ids.end();

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "aiokv/core_types.hpp"
@@ -72,6 +73,11 @@ class EvictableBlocks final : private SplitListener {
         if (order_->on_grant(lease, seed)) ahead_.restart();
         classify(lease, 0, lease.path);
     }
+    // Call when a lease is released with a label, before it drops its refs.
+    void on_label(Lease& lease, std::uint64_t seed, std::string_view label) {
+        order_->on_label(lease, seed, label);
+        if (lease.has_blocks()) classify(lease, 0, lease.path);
+    }
     // Gives the blocks of a lease from `first` on the classes of its prompt. None of them may be
     // queued.
     void classify(const Lease& lease, std::size_t first, std::span<const NodeId> nodes);
@@ -99,7 +105,10 @@ class EvictableBlocks final : private SplitListener {
 
   private:
     void on_split(RunId split, RunId made, bool made_is_above) override;
-    bool is_on_device(RunId run) const { return tree_[tree_.runs()[run].first].has(kDeviceValid); }
+    bool is_on_device(RunId id) const {
+        const Run& run = tree_.runs()[id];
+        return run.has(kOnDevice) || tree_[run.first].has(kDeviceValid);
+    }
     TierQueue& queue_of(RunId run) { return is_on_device(run) ? device_ : host_; }
     std::uint32_t& queued_of(RunId run) {
         return is_on_device(run) ? queued_device_ : queued_host_;
@@ -117,6 +126,7 @@ class EvictableBlocks final : private SplitListener {
     TierQueue& host_;    // runs without refs that only the host has
     LookAhead ahead_;
     const bool has_host_;
+    const bool has_classes_;
     std::uint32_t queued_device_ = 0;  // blocks
     std::uint32_t queued_host_ = 0;
     std::vector<NodeId> unsaved_parked_;  // may also have blocks that were saved or queued again

@@ -57,7 +57,11 @@ class EvictionOrder {
     // context. May set Lease::classes, which gives the blocks that the lease hits or computes their
     // classes. Returns true if the order of the device nodes has changed.
     virtual bool on_grant(Lease& /*lease*/, std::uint64_t /*seed*/) { return false; }
+    // Call when a lease is released with a label, while it has its refs. May change Lease::classes.
+    virtual void on_label(Lease& /*lease*/, std::uint64_t /*seed*/, std::string_view /*label*/) {}
     virtual void on_device_resized(std::uint32_t /*blocks*/) {}
+    // Returns true if on_grant() sets Lease::classes.
+    virtual bool has_classes() const { return false; }
 };
 
 // The names of all policies.

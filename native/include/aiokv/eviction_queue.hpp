@@ -20,6 +20,13 @@
 
 namespace aiokv {
 
+// Order of eviction.
+enum class EvictionRank : std::uint8_t {
+    kRecency,
+    kScore,
+    kLabelledScore,  // only while the model has labels
+};
+
 // `Nodes`: array of nodes with the links `prev` and `next`, and a `reuse_class`.
 template <class Nodes>
 class EvictionQueue {
@@ -38,7 +45,9 @@ class EvictionQueue {
         return (prev & kEnd) != 0 ? kNil : prev;
     }
     std::uint32_t size() const { return size_; }
-    std::size_t bytes() const { return cohorts_.capacity() * sizeof(Cohort); }
+    std::size_t bytes() const {
+        return cohorts_.capacity() * sizeof(Cohort) + classes_.capacity() * sizeof(Class);
+    }
 
     void push_back(Id node) {  // used now
         const std::uint64_t kind = now_ << kClassBits | nodes_[node].reuse_class;
@@ -64,14 +73,14 @@ class EvictionQueue {
     void clear();  // removes all nodes, without access to them
 
     // Takes over the model's clock and scores. Returns true if the order of nodes has changed.
-    bool choose(bool by_score);
+    bool choose(EvictionRank rank);
 
   private:
     using CohortId = std::uint32_t;
     static constexpr CohortId kFront = 0;            // also: no cohort
     static constexpr std::uint32_t kEnd = 1u << 31;  // a link with this bit names a cohort
 
-    static constexpr std::uint32_t kClassBits = 8;
+    static constexpr std::uint32_t kClassBits = 16;
     static constexpr std::uint32_t kCells = ReuseFeatures::kClasses * ReturnRates::kBuckets;
     using Cell = std::uint32_t;  // class * kBuckets + bucket
     static constexpr Cell kNoCell = kCells;
@@ -98,11 +107,10 @@ class EvictionQueue {
     // Cells are ordered by score, then by age.
     using Rank = std::pair<double, Cell>;
 
-    static_assert(ReuseFeatures::kClasses <= 128);
-
     // Of cells with equal scores, the older one is lower.
     Rank rank_of(std::uint32_t reuse_class, std::uint32_t bucket) const {
-        return {model_->score(static_cast<ReuseClass>(reuse_class), bucket),
+        return {model_->score(static_cast<ReuseClass>(reuse_class), bucket,
+                              order_ == EvictionRank::kLabelledScore),
                 (ReturnRates::kBuckets - bucket) * ReuseFeatures::kClasses + reuse_class};
     }
     Rank rank_of(Cell cell) const {
@@ -116,7 +124,11 @@ class EvictionQueue {
         const CohortId next = cohorts_[id].newer_of_class;
         return next != kFront && cohorts_[next].cell == cohorts_[id].cell ? next : kFront;
     }
+    bool is_by_score() const { return order_ != EvictionRank::kRecency; }
     void open_cohort(std::uint64_t kind);
+    void file(CohortId id, std::uint32_t bucket);
+    void file_all_again();
+    void make_room_for_class(ReuseClass reuse_class);
     [[gnu::noinline]] void close_cohort(CohortId id);  // keeps remove() short
     void enter_cell(CohortId id, Cell cell);
     void leave_cell(CohortId id);
@@ -138,15 +150,15 @@ class EvictionQueue {
     std::uint32_t size_ = 0;
     std::uint64_t now_ = 0;
     std::uint64_t epoch_ = 0;
-    bool by_score_ = false;
+    EvictionRank order_ = EvictionRank::kRecency;
     std::vector<Cohort> cohorts_;
     std::vector<CohortId> free_;
     CohortId oldest_ = kFront;
     CohortId newest_ = kFront;
-    std::vector<Class> classes_;
-    std::array<std::uint64_t, 2> used_classes_{};  // bit c = 1: class c has a cohort
-    Cell victim_ = kNoCell;                        // lowest cell, if it is known and has a cohort
-    CohortId victim_cohort_ = kFront;              // oldest cohort of victim_
+    std::vector<Class> classes_;               // up to the last one that was used
+    std::vector<std::uint64_t> used_classes_;  // bit c = 1: class c has a cohort
+    Cell victim_ = kNoCell;                    // lowest cell, if it is known and has a cohort
+    CohortId victim_cohort_ = kFront;          // oldest cohort of victim_
 };
 
 }  // namespace aiokv

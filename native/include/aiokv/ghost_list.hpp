@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "aiokv/slab.hpp"
 
@@ -35,6 +36,12 @@ class GhostList {
     // Prefetches the entries that may have this key. Call some time before they are read.
     void prefetch(std::uint64_t key) { __builtin_prefetch(set_of(key).data(), 1); }
     Entry* find(std::uint64_t key, std::uint64_t now);
+    // Label of the last request with this stretch; 0 for none. The first label allocates one byte
+    // per entry.
+    std::uint32_t label_of(const Entry& entry) const {
+        return labels_.empty() ? 0 : labels_[index_of(entry)];
+    }
+    void set_label(const Entry& entry, std::uint32_t label);
     // Returns a cleared entry for this key: the entry that has it, else an empty one, else the
     // oldest.
     Entry& replace(std::uint64_t key, std::uint64_t now);
@@ -55,7 +62,7 @@ class GhostList {
         }
     }
     std::size_t size() const { return table_.size(); }
-    std::size_t bytes() const { return table_.bytes(); }
+    std::size_t bytes() const { return table_.bytes() + labels_.capacity(); }
 
   private:
     static constexpr std::size_t kWays = 8;
@@ -64,7 +71,12 @@ class GhostList {
         return {&table_[((key >> 32) * (table_.size() / kWays) >> 32) * kWays], kWays};
     }
 
-    Slab<Entry> table_;  // huge pages, because random reads would miss the TLB
+    std::size_t index_of(const Entry& entry) const {
+        return static_cast<std::size_t>(&entry - &table_[0]);
+    }
+
+    Slab<Entry> table_;                 // huge pages, because random reads would miss the TLB
+    std::vector<std::uint8_t> labels_;  // by entry; empty before the first label
     std::size_t sweep_at_ = 0;
 };
 

@@ -82,7 +82,7 @@ class Grants {
 
   private:
     std::uint32_t choose_path(Lease& lease, std::int64_t num_tokens);
-    bool fit_writable(Lease& lease, std::uint32_t total_blocks);
+    bool fit_writable(Lease& lease, std::uint32_t total_blocks, std::size_t resident);
     std::uint32_t reserve_for(std::uint32_t total_blocks, Reserve reserve) const;
     bool will_have_room(Residency::Forecast& forecast, std::uint32_t needed_blocks,
                         std::uint32_t wanted_blocks, bool saves) const;

@@ -12,10 +12,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <span>
 #include <vector>
@@ -26,9 +26,11 @@
 
 namespace aiokv {
 
-// The children of one fork, in open addressing with 32-bit tags of their token ids. A large set is
-// divided by the highest byte of the tags, so that an insertion rehashes one part of it at most.
-class ChildSet {
+// The children of one fork, in open addressing with 32-bit tags of their token ids. The slots of a
+// small set are in the set itself: most forks have two children, and are read in one cache line. A
+// large set is divided by the highest byte of the tags, so that an insertion rehashes one part of
+// it at most.
+class alignas(64) ChildSet {
   public:
     struct Slot {
         NodeId node = kNone;
@@ -41,8 +43,9 @@ class ChildSet {
     template <class Equal>
     NodeId find(std::uint32_t tag, Equal equal) const {
         if (parts_) return parts_[tag >> kPartShift].find(tag, equal);
+        const Slot* slots = this->slots().data();
         for (std::size_t i = tag & mask();; i = (i + 1) & mask()) {
-            const Slot& slot = slots_[i];
+            const Slot& slot = slots[i];
             if (slot.node == kNone) return kNone;
             if (slot.tag == tag && equal(slot.node)) return slot.node;
         }
@@ -55,7 +58,7 @@ class ChildSet {
     template <class Visit>
     void for_each(Visit visit) const {
         for (std::size_t i = 0; parts_ && i < kParts; ++i) parts_[i].for_each(visit);
-        for (const Slot& slot : slots_) {
+        for (const Slot& slot : slots()) {
             if (slot.node != kNone) visit(slot.node);
         }
     }
@@ -67,7 +70,7 @@ class ChildSet {
         for (std::size_t i = 0; parts_ && i < kParts && seen < max_slots; ++i) {
             seen += parts_[i].for_some(max_slots - seen, visit);
         }
-        for (const Slot& slot : slots_) {
+        for (const Slot& slot : slots()) {
             if (seen == max_slots) break;
             ++seen;
             if (slot.node != kNone) visit(slot.node);
@@ -82,15 +85,21 @@ class ChildSet {
     static constexpr std::uint32_t kPartShift = 24;
     static constexpr std::size_t kParts = 1 << (32 - kPartShift);
 
-    std::size_t mask() const { return slots_.size() - 1; }
+    std::size_t mask() const { return capacity_ - 1; }
+    std::span<const Slot> slots() const { return {more_ ? more_.get() : few_.data(), capacity_}; }
+    std::span<Slot> slots() { return {more_ ? more_.get() : few_.data(), capacity_}; }
     void place(Slot slot);
     std::size_t insert(std::uint32_t tag, NodeId node, std::size_t max_slots);
     std::size_t grow(std::size_t max_slots);
 
-    std::vector<Slot> slots_ = std::vector<Slot>(4);
-    std::unique_ptr<ChildSet[]> parts_;  // null until the set is divided; then slots_ is empty
     std::uint32_t size_ = 0;
+    std::array<Slot, 4> few_;
+    std::uint32_t capacity_ = 4;         // number of slots; a power of two, or 0 in a divided set
+    std::unique_ptr<Slot[]> more_;       // the slots, if they are more than those of few_
+    std::unique_ptr<ChildSet[]> parts_;  // null until the set is divided
 };
+
+static_assert(sizeof(ChildSet) == 64);
 
 class Report;
 
@@ -184,28 +193,33 @@ class PrefixTree {
             const Run& run = this->run(path.front());
             const std::size_t blocks = run.last() - path.front() + 1;
             const auto part = path.first(std::min(blocks, path.size()));
-            if (run.has(kOnDevice)) {
-                count += static_cast<std::uint32_t>(part.size());
-            } else {
-                for (const NodeId node : part) count += nodes_[node].has(flags);
-            }
+            count += count_on_device(run, part, flags);
             path = path.subspan(part.size());
         }
         return count;
     }
-    // Sets the class of the blocks of a path. None of them may be queued.
-    void classify(std::span<const NodeId> path, ReuseClass reuse_class) {
-        if (path.empty() || has_class(path, reuse_class)) return;
-        for_each_run(path, [&](RunId id, auto) { runs_[id].reuse_class = reuse_class; });
+    // Does the same for a part of a run.
+    std::uint32_t count_on_device(const Run& run, std::span<const NodeId> part,
+                                  std::uint16_t flags) const {
+        if (run.has(kOnDevice)) return static_cast<std::uint32_t>(part.size());
+        std::uint32_t count = 0;
+        for (const NodeId node : part) count += nodes_[node].has(flags);
+        return count;
     }
+    // Sets the class of the blocks of a path. None of them may be queued.
+    void classify(std::span<const NodeId> path, ReuseClass reuse_class);
 
     // -- shape
     NodeId add_root();
     NodeId find_child(NodeId parent, const std::int32_t* tokens, ItemKey items = kNoItems) const;
+    struct FoundPath {
+        std::size_t blocks = 0;
+        std::uint32_t on_device = 0;  // how many of them have kDeviceValid
+    };
     // Appends to `path` the leading blocks below `above` that hold these tokens and items and are
-    // in the tree; at most `limit`. Returns their number.
-    std::size_t find_path(NodeId above, const std::int32_t* tokens, std::span<const ItemKey> items,
-                          std::size_t limit, std::vector<NodeId>& path) const;
+    // in the tree; at most `limit`.
+    FoundPath find_path(NodeId above, const std::int32_t* tokens, std::span<const ItemKey> items,
+                        std::size_t limit, std::vector<NodeId>& path) const;
     // A child with the requested tokens and items. `is_new`: it was added by this call.
     struct Found {
         NodeId node;
@@ -250,18 +264,17 @@ class PrefixTree {
         const Run& run = this->run(node);
         if (run.first != node || run.parent == kNone) return;
         const std::uint32_t child = this->run(run.parent).child;
-        if (is_fork(child)) forks_[child & ~kFork].device_children += static_cast<unsigned>(change);
+        if (is_fork(child)) fork(child).device_children += static_cast<unsigned>(change);
     }
     bool has_device_child(NodeId node) const { return device_children(node) > 0; }
     std::uint32_t device_children(NodeId node) const {
         const std::uint32_t child = child_of(node);
         if (child == kNone) return 0;
-        return is_fork(child) ? forks_[child & ~kFork].device_children
-                              : nodes_[child].has(kDeviceResident);
+        return is_fork(child) ? fork(child).device_children : nodes_[child].has(kDeviceResident);
     }
     std::uint32_t children(NodeId node) const {
         const std::uint32_t child = child_of(node);
-        return is_fork(child) ? forks_[child & ~kFork].size() : child != kNone;
+        return is_fork(child) ? fork(child).size() : child != kNone;
     }
     bool has_child(NodeId node) const { return child_of(node) != kNone; }
     // Returns the only child, or kNone if there is none or several.
@@ -275,7 +288,7 @@ class PrefixTree {
         const std::uint32_t child = child_of(node);
         if (child == kNone) return;
         if ((child & kFork) == 0) return visit(child);
-        forks_[child & ~kFork].for_each(visit);
+        fork(child).for_each(visit);
     }
 
     // Does the same as for_each_child(), but examines at most `max_slots` slots. Returns the number
@@ -284,7 +297,7 @@ class PrefixTree {
     std::size_t for_some_children(NodeId node, std::size_t max_slots, Visit visit) const {
         const std::uint32_t child = child_of(node);
         if (child == kNone || max_slots == 0) return 0;
-        if ((child & kFork) != 0) return forks_[child & ~kFork].for_some(max_slots, visit);
+        if ((child & kFork) != 0) return fork(child).for_some(max_slots, visit);
         visit(child);
         return 1;
     }
@@ -301,6 +314,9 @@ class PrefixTree {
     void check(Report& report) const;
 
   private:
+    static constexpr std::uint32_t kForks = 64;  // in a chunk of forks_
+    static constexpr std::uint32_t kMaxChunks = kFork / kForks;
+
     static bool is_fork(std::uint32_t child) { return child != kNone && (child & kFork) != 0; }
     // A detached block has no children, although its run may go on.
     std::uint32_t child_of(NodeId node) const {
@@ -314,8 +330,13 @@ class PrefixTree {
     void close_run(RunId id);
     RunId split(RunId id, NodeId lower);
     void label(RunId id);
-    bool has_class(std::span<const NodeId> path, ReuseClass reuse_class) const;
 
+    ChildSet& fork(std::uint32_t child) {
+        return forks_[child / kForks % kMaxChunks][child % kForks];
+    }
+    const ChildSet& fork(std::uint32_t child) const {
+        return forks_[child / kForks % kMaxChunks][child % kForks];
+    }
     std::uint32_t new_fork(NodeId only_child);
     void free_fork(std::uint32_t child);
     void clear_fork(ChildSet& fork);
@@ -323,8 +344,10 @@ class PrefixTree {
     std::uint32_t tag(NodeId node) const { return tag(tokens(node), items(node)); }
     void link(NodeId node, const std::int32_t* tokens);
     bool equal(NodeId node, const std::int32_t* tokens, ItemKey items) const {
-        return equal_tokens(node, tokens) && this->items(node) == items;
+        if (!equal_tokens(node, tokens)) return false;
+        return item_keys_.nodes() == 0 ? items == kNoItems : this->items(node) == items;
     }
+    NodeId find_in(std::uint32_t child, const std::int32_t* tokens, ItemKey items) const;
     // With a constant size, the compiler can inline memcmp.
     bool equal_tokens(NodeId node, const std::int32_t* tokens) const {
         if (stride_ == 16) return std::memcmp(this->tokens(node), tokens, 64) == 0;
@@ -341,7 +364,8 @@ class PrefixTree {
     Slab<Run> runs_;
     RunId free_run_ = kNoRun;
     SplitListener* listener_ = nullptr;
-    std::deque<ChildSet> forks_;
+    std::vector<std::unique_ptr<ChildSet[]>> forks_;  // chunks, which do not move
+    std::uint32_t end_fork_ = 0;                      // first fork that was never used
     std::vector<std::uint32_t> free_forks_;
     std::size_t child_bytes_ = 0;  // memory of the tables of all forks
     ItemKeys item_keys_;

@@ -25,7 +25,7 @@ class RankedQueue final : public TierQueue {
     void clear() override { queue_.clear(); }
 
     // See EvictionQueue.
-    bool choose(bool by_score) { return queue_.choose(by_score); }
+    bool choose(EvictionRank rank) { return queue_.choose(rank); }
     std::size_t bytes() const { return queue_.bytes(); }
 
   private:

@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/batches.hpp"
@@ -55,7 +56,8 @@ class Releases {
     // the lease then ends with the last of them. `used_in`: a step that certainly uses the blocks,
     // even if a batch has named the lease. Like retract(), throws LeaseError, changing nothing, if
     // the lease is already released.
-    bool release(Lease& lease, Step step, Step used_in);
+    // `label`: see EvictionOrder::on_label(); empty for none.
+    bool release(Lease& lease, Step step, Step used_in, std::string_view label);
     // Ends a released lease that no batch and no transfer of a peer uses any more.
     void end(Lease& lease, Step step);
     // Returns the lease to the state after its match. Returns the keeper of its blocks, or 0.

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -49,6 +50,11 @@ class Residency {
     void touch(std::span<const NodeId> path) { evictable_.touch(path); }
     // Call at the first grant of a lease. Reports its prompt and its hit to the eviction policy.
     void on_grant(Lease& lease) { evictable_.on_grant(lease, index_.seed_of(lease)); }
+
+    // Call when a lease is released with a label. Reports it to the eviction policy.
+    void on_label(Lease& lease, std::string_view label) {
+        evictable_.on_label(lease, index_.seed_of(lease), label);
+    }
 
     // -- the blocks of a lease
     // The lease has computed the blocks of its path from `first` on, and gets refs on them. Calls

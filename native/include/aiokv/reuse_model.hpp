@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -25,6 +26,11 @@ class ReuseModel {
     // tokens behind the last stretch.
     void observe(std::span<const std::int32_t> tokens, std::uint64_t seed,
                  std::vector<ReuseClass>& classes);
+    // Gives the stretches of an observed prompt, which has ended, a label: in `classes`, which
+    // observe() has set, and in the ghost list. The first call begins to learn rates by label,
+    // beside those without.
+    void label(std::span<const std::int32_t> tokens, std::uint64_t seed, std::uint32_t label,
+               std::span<ReuseClass> classes);
 
     // Number that increases whenever ages or scores may have changed; queues then order their
     // cohorts again.
@@ -39,17 +45,21 @@ class ReuseModel {
     std::uint32_t stretches_in(std::uint32_t blocks) const { return blocks >> stretch_shift_; }
 
     bool is_warm() const { return clock_ >= kWarmCapacities * capacity_; }
+    bool has_labels() const { return labelled_rates_.has_value(); }
     // Returns the score of a class and a bucket of ages: blocks with a higher score are kept
-    // longer.
-    double score(ReuseClass reuse_class, std::uint32_t bucket) const {
-        return rates_.score_in(reuse_class, bucket);
+    // longer. `by_label`: only if has_labels().
+    double score(ReuseClass reuse_class, std::uint32_t bucket, bool by_label = false) const {
+        if (by_label) return labelled_rates_->score_in(reuse_class, bucket);
+        return rates_.score_in(ReuseFeatures::with_label(reuse_class, 0), bucket);
     }
     // Returns the bucket of an age in units of now(), as that age will be halfway to the next
     // epoch.
     std::uint32_t bucket_of(std::uint64_t age) const {
         return ReturnRates::bucket_of(age + epoch_blocks_ / unit_ / 2);
     }
-    std::size_t bytes() const { return ghosts_.bytes(); }
+    std::size_t bytes() const {
+        return ghosts_.bytes() + rates_.bytes() + (labelled_rates_ ? labelled_rates_->bytes() : 0);
+    }
 
   private:
     static constexpr std::uint64_t kWarmCapacities = 4;
@@ -59,10 +69,15 @@ class ReuseModel {
     ReuseFeatures features_of(const GhostList::Entry& entry) const {
         return {entry.uses, entry.added - 1u, entry.gap};
     }
+    ReuseFeatures with_label(ReuseFeatures features, const GhostList::Entry& entry) const {
+        features.label = ghosts_.label_of(entry);
+        return features;
+    }
     void fingerprint(std::span<const std::int32_t> tokens, std::uint64_t seed);
     void find_known();
     void fingerprint_rest(std::span<const std::int32_t> tokens, std::uint64_t seed);
     ReuseFeatures first_use_of_rest();
+    void learn(ReturnRates& rates, std::uint64_t& learnt, std::uint64_t least_blocks);
     void close_epoch();
     void sweep(std::uint64_t blocks);
 
@@ -75,14 +90,16 @@ class ReuseModel {
     std::uint64_t now_ = 0;       // clock_ in units
     std::uint64_t last_epoch_ = 0;
     std::uint64_t last_learnt_ = 0;
+    std::uint64_t labels_learnt_ = 0;
     std::uint64_t epoch_ = 0;
 
     std::uint32_t sample_shift_;  // one stretch of 1 << sample_shift_ is in the ghost list
     std::uint64_t sample_mask_;   // sampled keys have 0 in these bits
 
     GhostList ghosts_;
-    ReturnRates rates_;
-    std::vector<std::uint64_t> keys_;    // keys of the observed prompt
+    ReturnRates rates_;                          // of all labels together
+    std::optional<ReturnRates> labelled_rates_;  // after the first label
+    std::vector<std::uint64_t> keys_;            // keys of the observed prompt
     std::vector<std::uint32_t> sample_;  // positions in keys_ of the stretches in the sample
     std::vector<GhostList::Entry*> known_;
 };

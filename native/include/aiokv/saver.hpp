@@ -52,6 +52,8 @@ class Saver {
     TransferId take_backups();
     // Whether take_backups() has left blocks to its next call.
     bool has_queued() const { return !queue_.empty(); }
+    // Queues the blocks that were computed ahead of the open step, if their step is closed now.
+    void close_step();
     // Begins one transfer of the blocks that will be evicted next, oldest first, until
     // `wanted_blocks` (or the low watermark, if greater) are free, clean or being saved. Returns 0
     // if there is nothing to copy. The blocks can be matched on the device meanwhile. If no request
@@ -67,7 +69,10 @@ class Saver {
     // Saves the nodes and the tail of a swapped lease. The host must have room for the nodes, and
     // the caller must have taken the host ids of the tail. Returns 0 if there is nothing to copy.
     TransferId start_offload(std::vector<NodeId> nodes, const Tail& tail = {});
-    void forget_queue() { queue_.clear(); }
+    void forget_queue() {
+        queue_.clear();
+        ahead_.clear();
+    }
 
     void add_to(CoreStatistics& statistics) const { statistics.skipped_backups = skipped_; }
     void check(Report& report) const;
@@ -83,6 +88,7 @@ class Saver {
     Residency& residency_;
     TransferLedger& transfers_;
     std::vector<NodeId> queue_;  // nodes; those without kBackupQueued are stale
+    std::vector<NodeId> ahead_;  // nodes to queue when the steps that compute them are closed
     std::uint64_t skipped_ = 0;
 };
 

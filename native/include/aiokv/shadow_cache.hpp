@@ -31,10 +31,12 @@ class ShadowCache {
     ShadowCache(std::uint32_t room, const ReuseModel* model);
     ShadowCache(const ShadowCache&) = delete;
 
-    void choose(bool by_score) { queue_.choose(by_score); }
+    void choose(EvictionRank rank) { queue_.choose(rank); }
 
     // Uses a prompt that fits in the cache. Returns how many of its leading stretches were cached.
     std::uint32_t use(std::span<const std::uint64_t> keys, std::span<const ReuseClass> classes);
+    // Gives the cached ones of these stretches other classes, as if they were used now.
+    void reclassify(std::span<const std::uint64_t> keys, std::span<const ReuseClass> classes);
     void resize(std::uint32_t room) { room_ = room; }
     std::size_t bytes() const {
         return stretches_.capacity() * sizeof(Stretch) + slots_.capacity() * 4 + queue_.bytes();

@@ -1,10 +1,14 @@
 // The policy "adaptive": each tier evicts by recency or by the scores of a reuse model.
+#include <algorithm>
 #include <optional>
+#include <span>
+#include <string_view>
 
 #include "aiokv/core_types.hpp"
 #include "aiokv/eviction_order.hpp"
 #include "aiokv/prefix_tree.hpp"
 #include "aiokv/ranked_queue.hpp"
+#include "aiokv/reuse_labels.hpp"
 #include "aiokv/reuse_model.hpp"
 #include "aiokv/set_dueling.hpp"
 
@@ -35,6 +39,7 @@ class AdaptiveOrder final : public EvictionOrder {
                (host_dueling_ ? host_dueling_->bytes() : 0);
     }
 
+    bool has_classes() const override { return true; }
     // The model sees the prompt of each lease once.
     bool on_grant(Lease& lease, std::uint64_t seed) override {
         bool device_changed = false;
@@ -42,13 +47,21 @@ class AdaptiveOrder final : public EvictionOrder {
             model_.observe(lease.tokens, seed, lease.classes);
             lease.stretch_shift = model_.stretch_shift();
             device_dueling_.observe(lease.classes);
-            device_changed = device_.choose(device_dueling_.prefers_score());
+            device_changed = device_.choose(device_dueling_.preferred());
             if (host_dueling_) {
                 host_dueling_->observe(lease.classes);
-                host_.choose(host_dueling_->prefers_score());
+                host_.choose(host_dueling_->preferred());
             }
         }
         return device_changed;
+    }
+    void on_label(Lease& lease, std::uint64_t seed, std::string_view text) override {
+        if (lease.classes.empty()) return;
+        const std::size_t prompt = std::min<std::size_t>(lease.tokens.size(), lease.prompt_tokens);
+        model_.label(std::span(lease.tokens).first(prompt), seed, labels_.id_of(text),
+                     lease.classes);
+        device_dueling_.label(lease.classes);
+        if (host_dueling_) host_dueling_->label(lease.classes);
     }
     void on_device_resized(std::uint32_t blocks) override {
         device_dueling_.resize(blocks);
@@ -58,6 +71,7 @@ class AdaptiveOrder final : public EvictionOrder {
   private:
     const std::uint32_t host_blocks_;
     ReuseModel model_;
+    ReuseLabels labels_;
     SetDueling device_dueling_;
     std::optional<SetDueling> host_dueling_;
     RankedQueue device_;

@@ -119,6 +119,16 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
     return {lease.id(), lease.device_hit, lease.host_hit};
 }
 
+Core::CachedPart Core::rematch(LeaseId id) {
+    Lease& lease = leases_.at(id);
+    if (!lease.is(LeaseState::kMatched)) return {lease.computed_tokens, lease.computed_tokens};
+    matching_.refresh(lease);
+    residency_.touch(lease.path);
+    auxiliary_.touch_hit(lease.path);
+    return {static_cast<std::uint32_t>(lease.path.size()) * config_.block_tokens,
+            static_cast<std::uint32_t>(lease.tokens.size())};
+}
+
 Hit Core::would_hit(Tokens tokens, std::string_view context, std::span<const Item> items) const {
     check_prompt("would_hit", tokens, items);
     const std::optional<std::uint32_t> known = index_.find_context(context);

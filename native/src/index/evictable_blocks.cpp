@@ -12,7 +12,8 @@ EvictableBlocks::EvictableBlocks(const CoreConfig& config, PrefixTree& tree)
       device_(order_->device()),
       host_(order_->host()),
       ahead_(tree, device_),
-      has_host_(config.host_blocks > 0) {
+      has_host_(config.host_blocks > 0),
+      has_classes_(order_->has_classes()) {
     tree_.listen(*this);
 }
 
@@ -184,6 +185,7 @@ void EvictableBlocks::touch(std::span<const NodeId> path) {
 
 void EvictableBlocks::classify(const Lease& lease, std::size_t first,
                                std::span<const NodeId> nodes) {
+    if (!has_classes_) return;
     for (std::size_t block = first; !nodes.empty();) {
         const ReuseClass reuse_class = lease.class_of(block);
         std::size_t end = lease.end_of_class(block);

@@ -1,5 +1,6 @@
 #include "aiokv/eviction_queue.hpp"
 
+#include <algorithm>
 #include <limits>
 
 #include "aiokv/node.hpp"
@@ -18,8 +19,9 @@ EvictionQueue<Nodes>::EvictionQueue(Nodes& nodes, const ReuseModel* model)
     : nodes_(nodes),
       model_(model),
       newest_bucket_(model == nullptr ? 0 : model->bucket_of(0)),
-      cohorts_(1),
-      classes_(ReuseFeatures::kClasses) {}
+      cohorts_(1) {
+    make_room_for_class(0);
+}
 
 // -- nodes -----------------------------------------------------------------------------------
 
@@ -84,8 +86,8 @@ void EvictionQueue<Nodes>::clear() {
     cohorts_.assign(1, Cohort{});
     free_.clear();
     oldest_ = newest_ = kFront;
-    classes_.assign(ReuseFeatures::kClasses, Class{});
-    used_classes_ = {};
+    std::ranges::fill(classes_, Class{});
+    std::ranges::fill(used_classes_, 0);
     choose_victim(kNoCell);
     size_ = 0;
 }
@@ -93,7 +95,7 @@ void EvictionQueue<Nodes>::clear() {
 template <class Nodes>
 typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::front() {
     if (cohorts_[kFront].head != kNil) return cohorts_[kFront].head;
-    if (!by_score_) return head_of(oldest_);
+    if (!is_by_score()) return head_of(oldest_);
     if (victim_ == kNoCell) choose_victim(lowest_cell(kLowest));
     return head_of(victim_cohort_);
 }
@@ -103,7 +105,7 @@ typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::after(Id node) const {
     const Id next = nodes_[node].next;
     if ((next & kEnd) == 0) return next;
     const CohortId id = next & ~kEnd;
-    if (!by_score_) return head_of(id == kFront ? oldest_ : cohorts_[id].newer);
+    if (!is_by_score()) return head_of(id == kFront ? oldest_ : cohorts_[id].newer);
     if (id != kFront && next_in_bucket(id) != kFront) return head_of(next_in_bucket(id));
     const Cell cell = lowest_cell(id == kFront ? kLowest : rank_of(cohorts_[id].cell));
     return cell == kNoCell ? kNil : head_of(oldest_in(cell));
@@ -124,12 +126,43 @@ void EvictionQueue<Nodes>::open_cohort(std::uint64_t kind) {
     cohort = {.kind = kind, .older = newest_};
     (newest_ == kFront ? oldest_ : cohorts_[newest_].newer) = id;
     newest_ = id;
-    Class& c = classes_[cohort.reuse_class()];
+    file(id, newest_bucket_);
+    if (victim_ != kNoCell && rank_of(cohort.cell) < rank_of(victim_)) choose_victim(cohort.cell);
+}
+
+// Adds a cohort to its class, as the newest one. Classes differ by label only while labels are
+// followed.
+template <class Nodes>
+void EvictionQueue<Nodes>::file(CohortId id, std::uint32_t bucket) {
+    Cohort& cohort = cohorts_[id];
+    const ReuseClass reuse_class = order_ == EvictionRank::kLabelledScore
+                                       ? cohort.reuse_class()
+                                       : ReuseFeatures::with_label(cohort.reuse_class(), 0);
+    make_room_for_class(reuse_class);
+    Class& c = classes_[reuse_class];
     cohort.older_of_class = c.newest;
+    cohort.newer_of_class = kFront;
     if (c.newest != kFront) cohorts_[c.newest].newer_of_class = id;
     c.newest = id;
-    enter_cell(id, cohort.reuse_class() * ReturnRates::kBuckets + newest_bucket_);
-    if (victim_ != kNoCell && rank_of(cohort.cell) < rank_of(victim_)) choose_victim(cohort.cell);
+    enter_cell(id, reuse_class * ReturnRates::kBuckets + bucket);
+}
+
+// The classes of a label come into use together.
+template <class Nodes>
+void EvictionQueue<Nodes>::make_room_for_class(ReuseClass reuse_class) {
+    if (reuse_class < classes_.size()) return;
+    constexpr std::size_t kOfLabel = ReuseFeatures::kUnlabelled;
+    classes_.resize((reuse_class / kOfLabel + 1) * kOfLabel);
+    used_classes_.resize((classes_.size() + 63) / 64);
+}
+
+template <class Nodes>
+void EvictionQueue<Nodes>::file_all_again() {
+    std::ranges::fill(classes_, Class{});
+    std::ranges::fill(used_classes_, 0);
+    for (CohortId id = oldest_; id != kFront; id = cohorts_[id].newer) {
+        file(id, model_->bucket_of(now_ - cohorts_[id].time()));
+    }
 }
 
 template <class Nodes>
@@ -140,7 +173,7 @@ void EvictionQueue<Nodes>::close_cohort(CohortId id) {
     if (cohort.older_of_class != kFront) {
         cohorts_[cohort.older_of_class].newer_of_class = cohort.newer_of_class;
     }
-    (cohort.newer_of_class == kFront ? classes_[cohort.reuse_class()].newest
+    (cohort.newer_of_class == kFront ? classes_[cohort.cell / ReturnRates::kBuckets].newest
                                      : cohorts_[cohort.newer_of_class].older_of_class) =
         cohort.older_of_class;
     (cohort.older == kFront ? oldest_ : cohorts_[cohort.older].newer) = cohort.newer;
@@ -201,15 +234,18 @@ typename EvictionQueue<Nodes>::Cell EvictionQueue<Nodes>::lowest_cell(Rank above
 }
 
 template <class Nodes>
-bool EvictionQueue<Nodes>::choose(bool by_score) {
+bool EvictionQueue<Nodes>::choose(EvictionRank rank) {
     now_ = model_->now();
-    if (epoch_ == model_->epoch() && by_score_ == by_score) return false;
+    if (epoch_ == model_->epoch() && order_ == rank) return false;
     epoch_ = model_->epoch();
-    const bool changes = by_score || by_score_;
-    by_score_ = by_score;
-    if (by_score) age();
+    const bool was_by_score = is_by_score();
+    constexpr EvictionRank kByLabel = EvictionRank::kLabelledScore;
+    const bool classes_change = (order_ == kByLabel) != (rank == kByLabel);
+    order_ = rank;
+    if (classes_change) file_all_again();
+    if (is_by_score()) age();
     choose_victim(kNoCell);
-    return changes;
+    return was_by_score || is_by_score();
 }
 
 // Moves cohorts to the cells of their present ages. The cohorts of a class are in order of age.

@@ -39,8 +39,15 @@ GhostList::Entry& GhostList::replace(std::uint64_t key, std::uint64_t now) {
         if (is_same) break;
     }
     *victim = Entry{};
+    if (!labels_.empty()) labels_[index_of(*victim)] = 0;
     victim->tag = tag_of(key);
     return *victim;
+}
+
+void GhostList::set_label(const Entry& entry, std::uint32_t label) {
+    if (labels_.empty() && label == 0) return;
+    labels_.resize(table_.size());
+    labels_[index_of(entry)] = static_cast<std::uint8_t>(label);
 }
 
 }  // namespace aiokv

@@ -74,7 +74,7 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
     // Check first, so that a failed attempt takes nothing from swapped leases.
     if (needed + reserve_for(total, reserve) > residency_.device_room() ||
         !swaps_.make_auxiliary_room(lease, total) || !residency_.make_room(needed) ||
-        !fit_writable(lease, total)) {
+        !fit_writable(lease, total, total - needed)) {
         residency_.unref(lease.path);
         return Grant::kNone;
     }
@@ -85,12 +85,11 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
 
 // Onloads need ids that they may write now. Ids of an open step are not writable: the task that has
 // to close the step may wait for the layers of this lease first. Blocks that cannot be onloaded are
-// computed again; the onload of a swapped table waits for the step. The path has its refs already.
-// Returns false when there is not enough room now.
-bool Grants::fit_writable(Lease& lease, std::uint32_t total_blocks) {
+// computed again; the onload of a swapped table waits for the step. The path has its refs already,
+// and `resident` blocks of it are on the device or being loaded. Returns false when there is not
+// enough room now.
+bool Grants::fit_writable(Lease& lease, std::uint32_t total_blocks, std::size_t resident) {
     if (lease.is(LeaseState::kSwapped)) return true;
-    const PrefixTree& tree = index_.tree();
-    const std::size_t resident = tree.count_on_device(lease.path, kDeviceResident);
     const std::size_t blocks = matching_.writable_path(lease, resident, device_.writable_blocks());
     if (blocks == lease.path.size()) return true;
     residency_.unref(std::span(lease.path).subspan(blocks));

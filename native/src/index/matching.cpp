@@ -31,10 +31,12 @@ void Matching::walk(Lease& lease) const {
     const PrefixTree& tree = index_.tree();
     const std::size_t limit = hit_limit(lease);
     lease.path.clear();
-    lease.known_blocks = static_cast<std::uint32_t>(tree.find_path(
-        index_.root_of(lease), lease.tokens.data(), lease.item_keys, limit, lease.path));
-    lease.path.resize(reachable(lease, lease.path.size()));
-    lease.device_hit = tree.count_on_device(lease.path, kDeviceValid);
+    const PrefixTree::FoundPath found = tree.find_path(index_.root_of(lease), lease.tokens.data(),
+                                                       lease.item_keys, limit, lease.path);
+    lease.known_blocks = static_cast<std::uint32_t>(found.blocks);
+    lease.path.resize(reachable(lease, found.blocks));
+    const bool is_whole = lease.path.size() == found.blocks;
+    lease.device_hit = is_whole ? found.on_device : tree.count_on_device(lease.path, kDeviceValid);
     lease.host_hit = static_cast<std::uint32_t>(lease.path.size()) - lease.device_hit;
     lease.version = index_.version();
 }

@@ -22,12 +22,13 @@ void append_nodes(NodeId first, std::size_t count, std::vector<NodeId>& path) {
 
 void ChildSet::place(Slot slot) {
     std::size_t i = slot.tag & mask();
-    while (slots_[i].node != kNone) i = (i + 1) & mask();
-    slots_[i] = slot;
+    const std::span<Slot> slots = this->slots();
+    while (slots[i].node != kNone) i = (i + 1) & mask();
+    slots[i] = slot;
 }
 
 std::size_t ChildSet::bytes() const {
-    std::size_t bytes = slots_.capacity() * sizeof(Slot);
+    std::size_t bytes = more_ ? capacity_ * sizeof(Slot) : 0;
     for (std::size_t i = 0; parts_ && i < kParts; ++i)
         bytes += sizeof(ChildSet) + parts_[i].bytes();
     return bytes;
@@ -37,9 +38,10 @@ std::size_t ChildSet::bytes() const {
 // slots.
 std::size_t ChildSet::grow(std::size_t max_slots) {
     const std::size_t before = bytes();
-    const bool divides = slots_.size() >= max_slots;
-    std::vector<Slot> old(divides ? 0 : slots_.size() * 2);
-    old.swap(slots_);
+    const bool divides = capacity_ >= max_slots;
+    const std::vector<Slot> old(slots().begin(), slots().end());
+    capacity_ = divides ? 0 : capacity_ * 2;
+    more_ = divides ? nullptr : std::make_unique<Slot[]>(capacity_);
     if (divides) parts_ = std::make_unique<ChildSet[]>(kParts);
     for (const Slot& slot : old) {
         if (slot.node == kNone) continue;
@@ -54,7 +56,7 @@ std::size_t ChildSet::grow(std::size_t max_slots) {
 
 std::size_t ChildSet::insert(std::uint32_t tag, NodeId node, std::size_t max_slots) {
     std::size_t grown = 0;
-    if (!parts_ && std::size_t{size_} * 2 >= slots_.size()) grown = grow(max_slots);
+    if (!parts_ && std::size_t{size_} * 2 >= capacity_) grown = grow(max_slots);
     if (parts_) {
         grown += parts_[tag >> kPartShift].insert(tag, node, ~std::size_t{0});
     } else {
@@ -70,27 +72,24 @@ void ChildSet::erase(std::uint32_t tag, NodeId node) {
         --size_;
         return;
     }
+    const std::span<Slot> slots = this->slots();
     std::size_t hole = tag & mask();
-    while (slots_[hole].node != node) hole = (hole + 1) & mask();
+    while (slots[hole].node != node) hole = (hole + 1) & mask();
     // Closes the gap: an entry moves into it if the gap is between the entry's first slot and its
     // present one.
-    for (std::size_t i = (hole + 1) & mask(); slots_[i].node != kNone; i = (i + 1) & mask()) {
-        const std::size_t home = slots_[i].tag & mask();
+    for (std::size_t i = (hole + 1) & mask(); slots[i].node != kNone; i = (i + 1) & mask()) {
+        const std::size_t home = slots[i].tag & mask();
         if (((i - home) & mask()) >= ((i - hole) & mask())) {
-            slots_[hole] = slots_[i];
+            slots[hole] = slots[i];
             hole = i;
         }
     }
-    slots_[hole] = Slot{};
+    slots[hole] = Slot{};
     --size_;
 }
 
 void ChildSet::clear() {
-    slots_.assign(4, Slot{});
-    slots_.shrink_to_fit();
-    parts_.reset();
-    size_ = 0;
-    device_children = 0;
+    *this = ChildSet();
 }
 
 PrefixTree::PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes,
@@ -102,7 +101,7 @@ PrefixTree::PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes,
       runs_(expected_nodes) {}
 
 std::size_t PrefixTree::fork_bytes() const {
-    return forks_.size() * sizeof(ChildSet) + free_forks_.capacity() * 4 + child_bytes_;
+    return forks_.size() * kForks * sizeof(ChildSet) + free_forks_.capacity() * 4 + child_bytes_;
 }
 
 // Hashes two tokens at a time, into two sums that do not wait for one another.
@@ -211,13 +210,16 @@ void PrefixTree::join(RunId above, RunId below, RunId keep) {
     if (!upper.has(kOnDevice) || !lower.has(kOnDevice)) run.clear(kOnDevice);
 }
 
-bool PrefixTree::has_class(std::span<const NodeId> path, ReuseClass reuse_class) const {
-    for (std::size_t i = 0; i < path.size();) {
-        const Run& run = this->run(path[i]);
-        if (run.reuse_class != reuse_class) return false;
-        i += run.last() - path[i] + 1;
+void PrefixTree::classify(std::span<const NodeId> path, ReuseClass reuse_class) {
+    while (!path.empty()) {
+        const Run& run = this->run(path.front());
+        const std::size_t blocks = run.last() - path.front() + 1;
+        const auto part = path.first(std::min(blocks, path.size()));
+        path = path.subspan(part.size());
+        if (run.reuse_class == reuse_class) continue;
+        split_before(part.front());
+        runs_[split_after(part.back())].reuse_class = reuse_class;
     }
-    return true;
 }
 
 // -- shape -----------------------------------------------------------------------------------
@@ -230,15 +232,18 @@ NodeId PrefixTree::add_root() {
 }
 
 NodeId PrefixTree::find_child(NodeId parent, const std::int32_t* tokens, ItemKey items) const {
-    const std::uint32_t child = child_of(parent);
+    return find_in(child_of(parent), tokens, items);
+}
+
+inline NodeId PrefixTree::find_in(std::uint32_t child, const std::int32_t* tokens,
+                                  ItemKey items) const {
     if (child == kNone) return kNone;
     const auto matches = [&](NodeId node) {
-        __builtin_prefetch(&run_of_[node]);  // read next if it matches, like the node
-        __builtin_prefetch(&nodes_[node]);
+        __builtin_prefetch(&run_of_[node]);  // read next if it matches
         return equal(node, tokens, items);
     };
     if ((child & kFork) == 0) return matches(child) ? child : kNone;
-    return forks_[child & ~kFork].find(tag(tokens, items), matches);
+    return fork(child).find(tag(tokens, items), matches);
 }
 
 // Returns how many consecutive slots from `first` on hold these tokens and items, at most `count`.
@@ -266,29 +271,35 @@ std::size_t PrefixTree::equal_blocks(NodeId first, const std::int32_t* tokens,
     return same;
 }
 
-std::size_t PrefixTree::find_path(NodeId above, const std::int32_t* tokens,
-                                  std::span<const ItemKey> items, std::size_t limit,
-                                  std::vector<NodeId>& path) const {
+PrefixTree::FoundPath PrefixTree::find_path(NodeId above, const std::int32_t* tokens,
+                                            std::span<const ItemKey> items, std::size_t limit,
+                                            std::vector<NodeId>& path) const {
     path.reserve(path.size() + limit);
-    std::size_t known = 0;
-    while (known < limit) {
-        const NodeId last = run(above).last();
-        const std::int32_t* next = tokens + known * stride_;
-        if (above == last) {
-            above = find_child(above, next, key_of(items, known));
-            if (above == kNone) break;
-            path.push_back(above);
-            ++known;
-            continue;
+    FoundPath found;
+    RunId run_id = run_of_[above];
+    while (found.blocks < limit) {
+        const Run& run = runs_[run_id];
+        const std::int32_t* next = tokens + found.blocks * stride_;
+        NodeId first = above + 1;
+        std::size_t most = 1;
+        std::size_t equal = 1;
+        if (above == run.last()) {
+            first = find_in(run.child, next, key_of(items, found.blocks));
+            if (first == kNone) break;
+            path.push_back(first);
+            run_id = run_of_[first];
+        } else {
+            most = std::min<std::size_t>(run.last() - above, limit - found.blocks);
+            equal = equal_blocks(first, next, keys_from(items, found.blocks), most);
+            append_nodes(first, equal, path);
         }
-        const std::size_t most = std::min<std::size_t>(last - above, limit - known);
-        const std::size_t equal = equal_blocks(above + 1, next, keys_from(items, known), most);
-        append_nodes(above + 1, equal, path);
-        above += static_cast<NodeId>(equal);
-        known += equal;
+        found.blocks += equal;
+        found.on_device +=
+            count_on_device(runs_[run_id], std::span(path).last(equal), kDeviceValid);
         if (equal < most) break;
+        above = first + static_cast<NodeId>(equal) - 1;
     }
-    return known;
+    return found;
 }
 
 // Adds a node, which holds `tokens`, to the children of the parent that its run names.
@@ -301,7 +312,7 @@ void PrefixTree::link(NodeId node, const std::int32_t* tokens) {
         return;
     }
     if (!is_fork(child)) child = new_fork(child);
-    child_bytes_ += forks_[child & ~kFork].insert(tag(tokens, items(node)), node);
+    child_bytes_ += fork(child).insert(tag(tokens, items(node)), node);
 }
 
 void PrefixTree::add_chain(NodeId parent, const std::int32_t* tokens,
@@ -331,7 +342,7 @@ void PrefixTree::add_chain(NodeId parent, const std::int32_t* tokens,
 void PrefixTree::find_or_add_path(NodeId above, const std::int32_t* tokens,
                                   std::span<const ItemKey> items, std::size_t count,
                                   std::vector<NodeId>& path) {
-    const std::size_t known = find_path(above, tokens, items, count, path);
+    const std::size_t known = find_path(above, tokens, items, count, path).blocks;
     if (known > 0) above = path.back();
     add_chain(above, tokens + known * stride_, keys_from(items, known), count - known, path);
 }
@@ -346,14 +357,14 @@ PrefixTree::Found PrefixTree::find_or_add_child(NodeId parent, const std::int32_
 }
 
 std::uint32_t PrefixTree::new_fork(NodeId only_child) {
-    std::uint32_t index = static_cast<std::uint32_t>(forks_.size());
+    std::uint32_t index = end_fork_;
     if (free_forks_.empty()) {
-        child_bytes_ += forks_.emplace_back().bytes();
+        if (end_fork_++ % kForks == 0) forks_.push_back(std::make_unique<ChildSet[]>(kForks));
     } else {
         index = free_forks_.back();
         free_forks_.pop_back();
     }
-    ChildSet& fork = forks_[index];
+    ChildSet& fork = this->fork(index);
     if (fork.size() > 0) clear_fork(fork);  // clear() has left it
     child_bytes_ += fork.insert(tag(only_child), only_child);
     fork.device_children = nodes_[only_child].has(kDeviceResident);
@@ -367,7 +378,7 @@ void PrefixTree::clear_fork(ChildSet& fork) {
 }
 
 void PrefixTree::free_fork(std::uint32_t child) {
-    clear_fork(forks_[child & ~kFork]);
+    clear_fork(fork(child));
     free_forks_.push_back(child & ~kFork);
 }
 
@@ -379,7 +390,7 @@ void PrefixTree::unlink(NodeId node) {
         child = kNone;
         return;
     }
-    ChildSet& fork = forks_[child & ~kFork];
+    ChildSet& fork = this->fork(child);
     fork.erase(tag(node), node);
     fork.device_children -= nodes_[node].has(kDeviceResident);
     if (fork.size() > 1) return;
@@ -427,7 +438,7 @@ void PrefixTree::clear(std::span<const NodeId> roots) {
     runs_.clear();
     free_run_ = kNoRun;
     for (const NodeId root : roots) run_of_[root] = open_run(root, 1, kNone);
-    free_forks_.resize(forks_.size());  // new_fork() clears them
+    free_forks_.resize(end_fork_);  // new_fork() clears them
     std::iota(free_forks_.rbegin(), free_forks_.rend(), 0);
 }
 

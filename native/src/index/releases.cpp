@@ -21,8 +21,9 @@ void require_handle(const Lease& lease, const char* verb) {
 
 // -- giving back -----------------------------------------------------------------------------
 
-bool Releases::release(Lease& lease, Step step, Step used_in) {
+bool Releases::release(Lease& lease, Step step, Step used_in, std::string_view label) {
     require_handle(lease, "release");
+    if (!label.empty()) residency_.on_label(lease, label);
     lease.last_step = std::max(lease.last_step, used_in);
     peers_.abandon(lease);
     if (!lease.is_in_use()) {

@@ -8,9 +8,10 @@ namespace aiokv {
 std::uint32_t Residency::ref(std::span<const NodeId> path) {
     std::uint32_t resident = 0;
     tree_.for_each_run(path, [&](RunId id, std::span<const NodeId> nodes) {
-        const bool is_first = tree_.runs()[id].refs++ == 0;
+        Run& run = tree_.runs()[id];
+        const bool is_first = run.refs++ == 0;
         if (is_first) evictable_.dequeue(id);
-        resident += tree_.count_on_device(nodes, kDeviceResident);
+        resident += tree_.count_on_device(run, nodes, kDeviceResident);
         if (!is_first || config_.host_blocks == 0) return;
         for (const NodeId node : nodes) {
             if (tree_[node].has(kHostValid)) host_copies_.move_to_first(tree_[node].host);

@@ -3,12 +3,17 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <numeric>
 
 namespace aiokv {
 namespace {
 
 constexpr double kBasePrior = 1;     // weight, in returns, of the mean of all ages
 constexpr double kFactorPrior = 20;  // weight, in returns, of the factor 1
+constexpr double kAgePrior = 20;     // weight, in returns, of a label's factor over all ages
+// Factors and rates are fitted in turn, once each time they are learnt. The labels, which come into
+// use at any time, need more. Chosen with tests/harness/trace_families.py, seeds below 200.
+constexpr int kFitsWithLabels = 3;
 constexpr double kLevelsPerOctave = 3;
 constexpr double kLevelOfOne = 8;
 
@@ -47,25 +52,39 @@ ReturnRates::ReturnRates(double window) : window_(window) {
     for (std::uint32_t level = 0; level < kLevels; ++level) {
         relative_of_level_[level] = std::exp2((level - kLevelOfOne) / kLevelsPerOctave);
     }
+    admit(0);
     learn(1);
+}
+
+void ReturnRates::admit(std::uint32_t label) {
+    while (labels_.size() <= label) {
+        labels_.emplace_back().factors.fill(1);
+        rank(labels_.back());
+    }
 }
 
 void ReturnRates::learn(double keep) {
     fade(keep);
-    fit_base();
-    fit_factors();
-    center_factors();
-    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+    const bool has_labels = labels_.size() > 1;
+    for (int i = 0; i < (has_labels ? kFitsWithLabels : 1); ++i) {
+        fit_base();
+        fit_factors();
+        if (has_labels) fit_labels();
+        center_factors();
+    }
+    for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
         const double level = std::round(std::log2(factor(c)) * kLevelsPerOctave) + kLevelOfOne;
         levels_[c] = static_cast<std::uint8_t>(std::clamp(level, 0.0, kLevels - 1.0));
     }
-    rank();
+    for (Label& label : labels_) rank(label);
 }
 
 void ReturnRates::fade(double keep) {
-    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
-        for (double& returns : returns_[c]) returns *= keep;
-        for (double& waiting : waiting_[c]) waiting *= keep;
+    for (Label& label : labels_) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+            for (double& returns : label.returns[c]) returns *= keep;
+            for (double& waiting : label.waiting[c]) waiting *= keep;
+        }
     }
 }
 
@@ -76,13 +95,15 @@ void ReturnRates::fit_base() {
     Ages waited{};
     double all_returned = 0;
     double all_waited = 0;
-    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
-        const double relative = factor(c);
-        for (std::uint32_t b = 0; b < kBuckets; ++b) {
-            returned[b] += returns_[c][b];
-            waited[b] += waiting_[c][b] * relative;
-            all_returned += returns_[c][b];
-            all_waited += waiting_[c][b];
+    for (const Label& label : labels_) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+            const double relative = factor(c);
+            for (std::uint32_t b = 0; b < kBuckets; ++b) {
+                returned[b] += label.returns[c][b];
+                waited[b] += label.waiting[c][b] * relative * label.factors[b];
+                all_returned += label.returns[c][b];
+                all_waited += label.waiting[c][b];
+            }
         }
     }
     base_.fill(0);
@@ -97,17 +118,19 @@ void ReturnRates::fit_base() {
 // without that factor.
 void ReturnRates::fit_factors() {
     Classes returned{};
-    Classes expected{};  // expected returns if all factors were 1
-    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
-        for (std::uint32_t b = 0; b < kBuckets; ++b) {
-            returned[c] += returns_[c][b];
-            expected[c] += waiting_[c][b] * base_[b];
+    Classes expected{};  // expected returns if all factors but that of the label were 1
+    for (const Label& label : labels_) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+            for (std::uint32_t b = 0; b < kBuckets; ++b) {
+                returned[c] += label.returns[c][b];
+                expected[c] += label.waiting[c][b] * base_[b] * label.factors[b];
+            }
         }
     }
     for (std::size_t i = 0; i < kAxes.size(); ++i) {
         std::array<double, 8> came{};
         std::array<double, 8> due{};
-        for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
             const std::uint32_t value = kAxes[i].value(c);
             came[value] += returned[c];
             due[value] += expected[c] * factor(c) / factors_[i][value];
@@ -118,16 +141,39 @@ void ReturnRates::fit_factors() {
     }
 }
 
+// Computes the factors of the labels, for each age, given all others.
+void ReturnRates::fit_labels() {
+    for (Label& label : labels_) {
+        Ages came{};
+        Ages due{};
+        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+            const double relative = factor(c);
+            for (std::uint32_t b = 0; b < kBuckets; ++b) {
+                came[b] += label.returns[c][b];
+                due[b] += label.waiting[c][b] * relative * base_[b];
+            }
+        }
+        const double all_came = std::accumulate(came.begin(), came.end(), kFactorPrior);
+        const double all_due = std::accumulate(due.begin(), due.end(), kFactorPrior);
+        const double at_any_age = all_came / all_due;
+        for (std::uint32_t b = 0; b < kBuckets; ++b) {
+            label.factors[b] = (came[b] + kAgePrior * at_any_age) / (due[b] + kAgePrior);
+        }
+    }
+}
+
 // Factors and base are determined only up to a constant. Sets the mean factor of waiting stretches
 // to 1.
 void ReturnRates::center_factors() {
     double waited = 0;
     double weighted = 0;
-    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
-        const double relative = factor(c);
-        for (const double waiting : waiting_[c]) {
-            waited += waiting;
-            weighted += waiting * relative;
+    for (const Label& label : labels_) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+            const double relative = factor(c);
+            for (const double waiting : label.waiting[c]) {
+                waited += waiting;
+                weighted += waiting * relative;
+            }
         }
     }
     if (waited <= 0) return;
@@ -138,13 +184,13 @@ void ReturnRates::center_factors() {
 
 // Computes, for each level and age, the best ratio of hits to time over all waiting times. The
 // inner loops are over the levels, so that the compiler can vectorize them.
-void ReturnRates::rank() {
+void ReturnRates::rank(Label& label) {
     using Levels = std::array<double, kLevels>;
     std::array<Levels, kBuckets> stay;  // share of those at the start of the bucket that are still
                                         // waiting at its end
     for (std::uint32_t b = 0; b < kBuckets; ++b) {
         for (std::uint32_t l = 0; l < kLevels; ++l) {
-            const double r = base_[b] * relative_of_level_[l] * bucket_width(b);
+            const double r = base_[b] * label.factors[b] * relative_of_level_[l] * bucket_width(b);
             stay[b][l] = 1 / (1 + r + r * r / 2);
         }
     }
@@ -165,7 +211,7 @@ void ReturnRates::rank() {
                 best[l] = best[l] < rate ? rate : best[l];
             }
         }
-        for (std::uint32_t l = 0; l < kLevels; ++l) scores_[l][from] = best[l];
+        for (std::uint32_t l = 0; l < kLevels; ++l) label.scores[l][from] = best[l];
     }
 }
 

@@ -9,6 +9,7 @@ namespace {
 
 constexpr std::uint64_t kMinEpochBlocks = 1024;
 constexpr std::uint64_t kMinLearnBlocks = 32768;
+constexpr std::uint64_t kMinLearnStretches = 1024;  // with labels
 constexpr std::uint64_t kSweepCapacities = 4;  // requested capacities per sweep of the whole list
 constexpr std::uint32_t kSampledRoom =
     8192;  // largest tier, in stretches, that is listed without sampling
@@ -142,6 +143,9 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
             const ReuseFeatures before = features_of(*known_[i]);
             const std::uint64_t age = GhostList::age(*known_[i], asked_at);
             rates_.count_return(before, age);
+            if (labelled_rates_) {
+                labelled_rates_->count_return(with_label(before, *known_[i]), age);
+            }
             features = {used_again(before.uses, random), rest.added, gap_of(age)};
         } else if (i >= known_.size()) {
             features = rest;
@@ -150,6 +154,7 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
         entry.uses = features.uses & 7;
         entry.added = (features.added + 1) & 3;
         entry.gap = features.gap & 7;
+        ghosts_.set_label(entry, 0);
         entry.time = now_ & 0xfff;
         classes.resize(sample_[i] + 1, features.reuse_class());  // also for the stretches before it
     }
@@ -160,17 +165,36 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
     fingerprint_rest(tokens, seed);
 }
 
+void ReuseModel::label(std::span<const std::int32_t> tokens, std::uint64_t seed,
+                       std::uint32_t label, std::span<ReuseClass> classes) {
+    if (!labelled_rates_) labelled_rates_ = rates_;
+    labelled_rates_->admit(label);
+    fingerprint(tokens, seed);
+    for (const std::uint32_t i : sample_) {
+        if (const auto* entry = ghosts_.find(keys_[i], now_)) ghosts_.set_label(*entry, label);
+    }
+    for (ReuseClass& c : classes) c = ReuseFeatures::with_label(c, label);
+    fingerprint_rest(tokens, seed);
+}
+
 void ReuseModel::close_epoch() {
     if (clock_ - last_epoch_ < epoch_blocks_) return;
     sweep(clock_ - last_epoch_);
     last_epoch_ = clock_;
-    if (clock_ - last_learnt_ >= std::max(kMinLearnBlocks, 2 * epoch_blocks_)) {
-        const auto capacities =
-            static_cast<double>(clock_ - last_learnt_) / static_cast<double>(capacity_);
-        rates_.learn(1 / (1 + kFade * capacities));
-        last_learnt_ = clock_;
+    learn(rates_, last_learnt_, kMinLearnBlocks);
+    if (labelled_rates_) {
+        learn(*labelled_rates_, labels_learnt_,
+              std::uint64_t{kMinLearnStretches} << stretch_shift_);
     }
     ++epoch_;
+}
+
+// Learns if at least so many blocks were requested since the last time.
+void ReuseModel::learn(ReturnRates& rates, std::uint64_t& learnt, std::uint64_t least_blocks) {
+    if (clock_ - learnt < std::max(least_blocks, 2 * epoch_blocks_)) return;
+    const double capacities = static_cast<double>(clock_ - learnt) / static_cast<double>(capacity_);
+    rates.learn(1 / (1 + kFade * capacities));
+    learnt = clock_;
 }
 
 // Counts the waiting stretches in a part of the list that represents all of it. The whole list is
@@ -183,6 +207,8 @@ void ReuseModel::sweep(std::uint64_t blocks) {
     const double weight = units * static_cast<double>(size) / static_cast<double>(part);
     ghosts_.sweep(part, now_, [&](const GhostList::Entry& entry, std::uint64_t age) {
         rates_.count_waiting(features_of(entry), age, weight);
+        if (!labelled_rates_) return;
+        labelled_rates_->count_waiting(with_label(features_of(entry), entry), age, weight);
     });
 }
 

@@ -14,7 +14,17 @@ void Saver::queue(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kHostValid | kHostLoading | kBackupQueued | kBackupFailed)) return;
     n.set(kBackupQueued);
-    queue_.push_back(node);
+    (n.has(kDeviceValid) && device_.is_ahead(n.device) ? ahead_ : queue_).push_back(node);
+}
+
+void Saver::close_step() {
+    if (ahead_.empty()) return;
+    const auto computed = std::stable_partition(ahead_.begin(), ahead_.end(), [this](NodeId node) {
+        const Node& n = tree_[node];
+        return n.has(kBackupQueued) && n.has(kDeviceValid) && !device_.is_writable(n.device);
+    });
+    queue_.insert(queue_.end(), computed, ahead_.end());
+    ahead_.erase(computed, ahead_.end());
 }
 
 // Removes the first entries of the queue; returns their nodes that have no host copy.
@@ -102,6 +112,7 @@ void Saver::check(Report& report) const {
         flagged += tree_.is_live(node) && tree_[node].has(kBackupQueued);
     }
     std::vector<NodeId> listed(queue_);
+    listed.insert(listed.end(), ahead_.begin(), ahead_.end());
     std::sort(listed.begin(), listed.end());
     listed.erase(std::unique(listed.begin(), listed.end()), listed.end());
     const auto queued =

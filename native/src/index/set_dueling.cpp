@@ -37,6 +37,7 @@ void SetDueling::resize(std::uint32_t capacity_blocks) {
     room_ = model_.stretches_in(capacity_blocks);
     by_recency_.resize(sampled_room());
     by_score_.resize(sampled_room());
+    if (by_label_) by_label_->resize(sampled_room());
 }
 
 void SetDueling::sample(std::span<const ReuseClass> classes) {
@@ -50,13 +51,25 @@ void SetDueling::sample(std::span<const ReuseClass> classes) {
     }
 }
 
+void SetDueling::label(std::span<const ReuseClass> classes) {
+    if (model_.keys().size() > room_) return;
+    if (!by_label_) by_label_.emplace(sampled_room(), &model_);
+    sample(classes);
+    by_label_->reclassify(keys_, classes_);
+}
+
 void SetDueling::observe(std::span<const ReuseClass> classes) {
-    by_score_.choose(model_.is_warm());
+    by_score_.choose(model_.is_warm() ? EvictionRank::kScore : EvictionRank::kRecency);
+    if (by_label_ && model_.is_warm()) by_label_->choose(EvictionRank::kLabelledScore);
     if (model_.keys().size() > room_) return;
     sample(classes);
     const double recent_hits = by_recency_.use(keys_, classes_);
     const double scored_hits = by_score_.use(keys_, classes_);
-    test_.add(scored_hits - recent_hits, kSwitchCost * sampled_room());
+    const double floor = kSwitchCost * sampled_room();
+    test_.add(scored_hits - recent_hits, floor);
+    if (!by_label_) return;
+    const double other_hits = without_labels() == EvictionRank::kScore ? scored_hits : recent_hits;
+    labels_test_.add(by_label_->use(keys_, classes_) - other_hits, floor);
 }
 
 }  // namespace aiokv

@@ -66,4 +66,15 @@ std::uint32_t ShadowCache::use(std::span<const std::uint64_t> keys,
     return hits;
 }
 
+void ShadowCache::reclassify(std::span<const std::uint64_t> keys,
+                             std::span<const ReuseClass> classes) {
+    for (std::size_t i = keys.size(); i-- > 0;) {
+        const Id id = find(static_cast<std::uint32_t>(keys[i]));
+        if (id == kNil) continue;
+        queue_.remove(id);
+        stretches_[id].reuse_class = classes[i];
+        queue_.push_back(id);
+    }
+}
+
 }  // namespace aiokv

@@ -241,6 +241,11 @@ HitTuple group_hit(const Core& core, LeaseId id, GroupId group) {
     return nb::make_tuple(hit.device_blocks, hit.host_blocks);
 }
 
+HitTuple rematch(Core& core, LeaseId id) {
+    const Core::CachedPart part = core.rematch(id);
+    return nb::make_tuple(part.cached_tokens, part.prompt_tokens);
+}
+
 HitTuple hit(const Core& core, LeaseId id) {
     const Lease& lease = core.lease(id);
     return nb::make_tuple(lease.device_hit, lease.host_hit);
@@ -514,6 +519,9 @@ void bind_core(nb::module_& m) {
             "indexed_blocks",
             [](const Core& core, LeaseId id) { return core.lease(id).path.size(); }, "lease"_a,
             "Blocks of the lease that are in the index, from the first on.")
+        .def("rematch", &rematch, "lease"_a,
+             "(cached_tokens, prompt_tokens) of a lease that waits for its grant: of a match made "
+             "now. The hit counts as used now.")
         .def("check_request", &Core::check_request, "lease"_a, "num_tokens"_a,
              "reserve_blocks"_a = nb::none(),
              "Raise what allocate would for a request that can never be granted.")
@@ -522,6 +530,9 @@ void bind_core(nb::module_& m) {
              "the batches in flight, or 0.")
         .def("lease_state", of_lease(&Lease::state), "lease"_a,
              "Return the state of the lease; a lease that has ended raises LeaseError.")
+        .def(
+            "computes", [](const Core& core, LeaseId id) { return core.lease(id).flags.computes; },
+            "lease"_a, "False if the lease only keeps its hit.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
         .def(
             "hit_blocks", [](Core& core, LeaseId id) { return copy_ids(core.hit_blocks(id)); },
@@ -567,9 +578,9 @@ void bind_core(nb::module_& m) {
              "Save nothing of what external saves have queued.")
         .def("end_saved", &Core::end_saved,
              "Return the released leases that waited for external saves only, and end them.")
-        .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0,
+        .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0, "label"_a = "",
              "Return False when batches or transfers of peers in flight keep the blocks until they "
-             "have ended.")
+             "have ended. `label`: see Lease.release; \"\" for none.")
         .def("begin_batch", &Core::begin_batch, "leases"_a,
              "Begin a batch that computes with these leases; return its number.")
         .def("has_onloads", &Core::has_onloads, "leases"_a,
@@ -782,6 +793,8 @@ void bind_core(nb::module_& m) {
         .def("resize_device", &Core::resize_device, "blocks"_a)
         .def_prop_ro("device_blocks", &Core::device_blocks)
         .def_prop_ro("granted_leases", &Core::granted_leases)
+        .def_prop_ro("computing_leases", &Core::computing_leases,
+                     "Leases that have blocks and compute, which those of pins do not.")
         .def_prop_ro("swapped_leases", &Core::swapped_leases)
         .def_prop_ro("computed_prompt_tokens", &Core::computed_prompt_tokens,
                      "As in the statistics.")
