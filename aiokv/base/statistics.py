@@ -294,6 +294,14 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
             "Leases that were released because they were not used within their ttl_seconds.",
         ),
     ]
+    overdue_requests: Annotated[
+        int,
+        counter(
+            "overdue_requests_total",
+            "Requests that have waited for max_overtake_seconds, so that no later request of their "
+            "priority is granted before them.",
+        ),
+    ]
     groups: Annotated[dict[str, BlockGroupStatistics], Label("group")]
     evictable_blocks: Annotated[
         int, gauge("evictable_device_blocks", "Cached device blocks that no lease uses.")

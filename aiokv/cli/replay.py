@@ -16,10 +16,14 @@ from aiokv.cli.arguments import (
     from_arguments,
     positive_float,
 )
-from aiokv.cli.replay_rows import fleet_rows, rows
+from aiokv.cli.replay_rows import fleet_rows, rows, user_rows
 from aiokv.cli.rows import print_rows
 from aiokv.cli.sweep import add_arguments, add_plot, block_bytes, check_plot, sweep_of, write_plot
-from aiokv.config.cache_config import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
+from aiokv.config.cache_config import (
+    ADMISSION_ORDERS,
+    DEFAULT_EVICTION_POLICY,
+    EVICTION_POLICIES,
+)
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     from aiokv.statistics import Observation
     from aiokv.trace.disk_tier import DiskAdmission, DiskOptions
     from aiokv.trace.replay import ReplayOptions, Workload
-    from aiokv.trace.report import FleetReport, ReplayReport
+    from aiokv.trace.report import FleetReport, ReplayReport, UsersReport
 
 DISK_ADMISSIONS: tuple[DiskAdmission, ...] = ("all", "reused")
 ROUTERS: tuple[RouterName, ...] = ("prefix", "round-robin")
@@ -57,6 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_disk(parser.add_argument_group("simulated disk"))
     _add_load(parser.add_argument_group("load"))
     _add_fleet(parser.add_argument_group("several engines"))
+    _add_users(parser.add_argument_group("users in simulated time"))
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", type=Path, metavar="FILE", help="write the result as JSON to this file"
@@ -127,6 +132,21 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--tokens-per-second", positive_float, 10_000.0, text, "X")
 
 
+def _add_users(group: argparse._ArgumentGroup) -> None:
+    text = "users that send the next request of a session after each answer; 0: replay the trace"
+    add_count(group, "--users", 0, text, minimum=0)
+    text = "with --users: order of the requests that wait beyond --concurrency; all: compare both"
+    add_choice(group, "--admission", ("all", *ADMISSION_ORDERS), text)
+    for flag, default, text, metavar in (
+        ("--max-overtake", 600.0, "seconds that a request may be overtaken", "SECONDS"),
+        ("--hours", 4.0, "simulated time", "H"),
+        ("--prefill-speed", 47_000.0, "prompt tokens that the model computes per second", "X"),
+        ("--decode-speed", 500.0, "output tokens per second, of all requests together", "X"),
+        ("--link-gb", 25.0, "GB per second from host memory to the device", "X"),
+    ):
+        add_option(group, flag, positive_float, default, f"with --users: {text}", metavar)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the replay; print the result on stdout and progress on stderr.
 
@@ -145,6 +165,8 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args.plot)
     if args.engines > 1:
         return _run_fleet(args)
+    if args.users:
+        return _run_users(args)
     with show_progress("requests", sys.stderr) as stages:
         report = run_async(_replay(args, stages))
     # First: a file that cannot be written must not cost the work.
@@ -169,11 +191,43 @@ def _run_fleet(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport:
-    from aiokv.trace.fleet import FleetOptions, replay_fleet
-    from aiokv.trace.replay import load_workload
+def _run_users(args: argparse.Namespace) -> int:
+    import uvloop
 
-    one_engine = {
+    from aiokv.cli.files import write_json
+    from aiokv.cli.progress import show_progress
+    from aiokv.cli.running import run_async
+    from aiokv.testing.clock import clocked_loop
+
+    with show_progress("percent", sys.stderr) as stages:
+        report = run_async(_replay_users(args, stages), clocked_loop(uvloop.Loop))
+    print_rows(_title(report.trace), user_rows(report))
+    if args.json:
+        write_json(args.json, report)
+    return 0
+
+
+async def _replay_users(args: argparse.Namespace, stages: Stages) -> UsersReport:
+    from aiokv.trace.replay import load_workload
+    from aiokv.trace.users import UserOptions, replay_users
+
+    _refuse_comparisons(args, f"--users is {args.users}", "--users")
+    workload = load_workload(_trace_path(args.trace), args.limit)
+    users = UserOptions(
+        users=args.users,
+        admission=ADMISSION_ORDERS if args.admission == "all" else (args.admission,),
+        max_overtake_seconds=args.max_overtake,
+        seconds=args.hours * 3600,
+        prefill_tokens_per_second=args.prefill_speed,
+        decode_tokens_per_second=args.decode_speed,
+        link_bytes_per_second=args.link_gb * 1e9,
+    )
+    return await replay_users(workload, _make_options(args), users, stages)
+
+
+def _refuse_comparisons(args: argparse.Namespace, given: str, flag_to_leave: str) -> None:
+    """Raise ``UsageError`` for flags of a replay that compares, plots or records one engine."""
+    unusable = {
         "--write-policy all": args.write_policy == "all",
         "--eviction-policy all": args.eviction_policy == "all",
         "--disk-blocks": args.disk_blocks > 0,
@@ -183,12 +237,19 @@ async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport
         "--plot": args.plot is not None,
         "--timeline": args.timeline is not None,
     }
-    for flag, is_set in one_engine.items():
+    for flag, is_set in unusable.items():
         if is_set:
             raise UsageError(
-                f"--engines is {args.engines} with {flag}, which replays on one engine",
-                hint=f"leave out {flag} or --engines",
+                f"{given} with {flag}, which replays the trace on one engine",
+                hint=f"leave out {flag} or {flag_to_leave}",
             )
+
+
+async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport:
+    from aiokv.trace.fleet import FleetOptions, replay_fleet
+    from aiokv.trace.replay import load_workload
+
+    _refuse_comparisons(args, f"--engines is {args.engines}", "--engines")
     workload = load_workload(_trace_path(args.trace), args.limit)
     routers = ROUTERS if args.router == "all" else (args.router,)
     fleet = from_arguments(FleetOptions, args, routers=routers)

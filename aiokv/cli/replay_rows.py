@@ -10,7 +10,7 @@ from aiokv.cli.sweep import sweep_rows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.trace.report import FleetReport, ReplayReport
+    from aiokv.trace.report import FleetReport, ReplayReport, UsersReport
 
 
 def fleet_rows(report: FleetReport) -> Iterator[tuple[str, str]]:
@@ -24,6 +24,24 @@ def fleet_rows(report: FleetReport) -> Iterator[tuple[str, str]]:
             f"{point.imbalance:.2f} times the mean"
         )
         yield f"hit tokens, {point.router}", text
+
+
+def user_rows(report: UsersReport) -> Iterator[tuple[str, str]]:
+    for point in report.orders:
+        ratio = point.requests / max(1, report.orders[0].requests)
+        text = f"{point.requests_per_hour:,.0f} requests per hour"
+        if point is not report.orders[0]:
+            text += f", {ratio:.2f} times those of {report.orders[0].admission}"
+        yield point.admission, text
+        waits = (point.wait_p50_seconds, point.wait_p95_seconds, point.wait_max_seconds)
+        text = " / ".join(f"{seconds:,.0f} s" for seconds in waits)
+        yield "  wait for the grant p50 / p95 / max", text
+        yield "  longest overtaken", f"{point.longest_overtaken_seconds:,.0f} s"
+        yield "  prompt tokens that hit", f"{point.hit_rate:.1%}"
+        yield "  model busy", f"{point.model_busy:.0%}"
+    yield "sessions of the trace", f"{report.sessions:,}"
+    if report.rejected_requests:
+        yield "requests larger than the device", f"{report.rejected_requests:,}"
 
 
 def rows(report: ReplayReport, *, verbose: bool) -> list[tuple[str, str]]:

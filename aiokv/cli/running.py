@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
     from types import FrameType
     from typing import Any
 
@@ -62,8 +62,11 @@ def _raise_terminated(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` on a new uvloop.
+def run_async(
+    main: Coroutine[Any, Any, T],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> T:
+    """Run ``main`` on a new loop of ``loop_factory``, or on a new uvloop.
 
     Raises:
         KeyboardInterrupt: SIGINT arrived; ``main`` was cancelled and has ended.
@@ -72,7 +75,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     """
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory or uvloop.new_event_loop) as runner:
         return runner.run(_cancel_on_sigterm(main))
 
 

@@ -22,6 +22,8 @@ WRITE_POLICIES: Final[tuple[SaveMoment, ...]] = ("none", "write_through", "nth_u
 EvictionPolicy = Literal["lru", "adaptive"]  # the rows of native/src/index/eviction_policies.cpp
 EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = get_args(EvictionPolicy)
 DEFAULT_EVICTION_POLICY: Final[EvictionPolicy] = "adaptive"
+AdmissionOrder = Literal["arrival", "cached_first"]
+ADMISSION_ORDERS: Final[tuple[AdmissionOrder, ...]] = get_args(AdmissionOrder)
 STORE_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use", "write_back")
 StoreAdmission = Literal["all", "reused"]
 _RENAMED_POLICIES = {"s3fifo": "adaptive"}
@@ -33,6 +35,8 @@ _NOT_WITH_EXTERNAL_DEVICE: Final[
     ("reserve_blocks", 0, "the server decides which requests get device blocks"),
     ("salt_quota_blocks", None, "the server decides which requests get device blocks"),
     ("low_watermark_blocks", None, "the server evicts device blocks"),
+    ("admission", "arrival", "the server decides which requests get device blocks"),
+    ("max_running_leases", None, "the server decides which requests get device blocks"),
 )
 
 
@@ -155,6 +159,16 @@ class CacheConfig:
         windows: groups of sliding-window layers, by name; see ``lease.window_table``.
         salt_quota_blocks: device blocks that the leases of one salt may hold at a time; a shared
             block counts for each lease. None for no limit. ``extend`` may exceed the limit.
+        admission: order in which waiting requests of equal priority are granted. ``"arrival"``: the
+            first that came. ``"cached_first"``: the largest share of the prompt that is cached, in
+            steps of a tenth; among equal shares the fewest tokens to compute, in powers of two;
+            then the first that came. What waiting requests will hit counts as used shortly before
+            each grant, so that other blocks are evicted for the grant.
+        max_overtake_seconds: with ``"cached_first"``: a request that has waited so long goes before
+            all later requests of its priority; may be ``math.inf``.
+        max_running_leases: leases that hold device blocks at a time, without pins and prefetches,
+            such as the largest batch of the server; further requests wait in the order of
+            ``admission``. None for no limit. ``fork`` may exceed it.
         model: name of the model, such as its path and revision; part of the key of each block in a
             store. Required with stores: two models with equal names and layouts would share blocks.
         weights_version: version of the model's weights; part of the key, too. Each value of
@@ -196,6 +210,9 @@ class CacheConfig:
     sentinel_state_slot: bool = False
     windows: Mapping[str, WindowGroup] = field(default_factory=dict, hash=False)
     salt_quota_blocks: int | None = None
+    admission: AdmissionOrder = "arrival"
+    max_overtake_seconds: float = 600.0
+    max_running_leases: int | None = None
     model: str = ""
     weights_version: str = ""
     store_policy: str = "write_through"
@@ -247,6 +264,12 @@ class CacheConfig:
         checks.choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES, ConfigError)
         if self.salt_quota_blocks is not None:
             _require_int("salt_quota_blocks", self.salt_quota_blocks, 1)
+        checks.choice("admission", self.admission, ADMISSION_ORDERS, ConfigError)
+        checks.seconds(
+            "max_overtake_seconds", self.max_overtake_seconds, error=ConfigError, minimum=0.0
+        )
+        if self.max_running_leases is not None:
+            _require_int("max_running_leases", self.max_running_leases, 1)
         checks.seconds(
             "drain_timeout_seconds", self.drain_timeout_seconds, error=ConfigError, minimum=0.0
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ class Granting:
 
     def __init__(self, parts: Parts, fetches: Fetches) -> None:
         self._read = parts.scheduler.read
+        self._overtake_seconds = math.inf
+        if parts.config.admission == "cached_first":
+            self._overtake_seconds = parts.config.max_overtake_seconds
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -175,6 +179,10 @@ class Granting:
         began = time.monotonic()
         outcome: End = "done"
         is_shown = False
+        timer = None
+        if self._overtake_seconds < math.inf:
+            loop = self._lifetime.loop
+            timer = loop.call_later(self._overtake_seconds, self._end_overtaking, lease_id)
         if self._observers.active and store_wait is None:
             self._observers.begin_wait(lease_id, record.owner, "capacity", began)
 
@@ -213,6 +221,8 @@ class Granting:
             self._requests.note_error(error)
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
             self._dispatcher.forget_wait(lease_id)
             elsewhere = 0.0 if store_wait is None else store_wait.seconds
             seconds = max(time.monotonic() - began - elsewhere, 0.0)
@@ -224,6 +234,17 @@ class Granting:
                 store_wait.end(outcome)
             else:
                 self._note_wait(record, "capacity", store_wait.ended, outcome)
+
+    def _end_overtaking(self, lease_id: int) -> None:
+        if not self._lifetime.is_usable:
+            return
+        if self._apply(self._scheduler.end_overtaking(lease_id)) and log.is_on(DEBUG):
+            log.debug(
+                "lease.overdue",
+                lease_id=lease_id,
+                owner=lease_name(self._read.owner(lease_id), lease_id),
+                waited_seconds=self._overtake_seconds,
+            )
 
     def _timeout(self, lease_id: int, message: str, hint: str) -> AllocateTimeout:
         error = AllocateTimeout(message, hint=hint)

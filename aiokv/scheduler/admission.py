@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.errors import LeaseError
+from aiokv.scheduler.cached_first import CachedFirst
 from aiokv.scheduler.effects import Grant
 from aiokv.scheduler.line import PriorityLine
 from aiokv.scheduler.waits import PER_CALL, Endings, Entry, check_entries
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from aiokv._native import Core
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.errors import AiokvError
     from aiokv.scheduler.effects import Outbox
     from aiokv.scheduler.gate import Gate
@@ -34,9 +36,13 @@ class WaitingRequest(Entry):
         takes_turn: True if an effect tells the lease that it is first, and the lease then calls
             ``take_turn``; for grants that cannot be taken back.
         told: True after that effect, until the lease has called ``take_turn``.
+        cached_blocks: blocks of the hit at the last match, with ``CachedFirst``.
+        is_overdue: True if no later request of its priority may go before it any more.
     """
 
     __slots__ = (
+        "cached_blocks",
+        "is_overdue",
         "num_blocks",
         "num_tokens",
         "priority",
@@ -63,19 +69,26 @@ class WaitingRequest(Entry):
         self.reserve_blocks = reserve_blocks
         self.takes_turn = False
         self.told = False
+        self.cached_blocks = 0
+        self.is_overdue = False
 
 
 class Admission:
-    """Grants in order of priority, then of arrival. Only the first request in line is tried.
+    """Grants in order of priority, then of arrival or of cached shares (``CachedFirst``).
+
+    Only the first request in line is tried. With ``CachedFirst``, a new request goes before waiting
+    requests of its priority that are not overdue and have smaller shares.
 
     A request that waits for a store keeps the place of its arrival, and lets other requests pass.
 
     Attributes:
         requests: all requests that wait, for their quota or for capacity, by lease id.
+        overdue_requests: requests that became overdue while they waited.
     """
 
     def __init__(
         self,
+        config: CacheConfig,
         core: Core,
         gate: Gate,
         quota: SaltQuota,
@@ -93,6 +106,12 @@ class Admission:
         self._store_waits: PriorityLine[WaitingRequest] = PriorityLine(quota.sequence)
         self.requests: dict[int, WaitingRequest] = {}
         self._endings: Endings[WaitingRequest] = Endings()
+        self._block_tokens = config.block_tokens
+        self._shares = self._new_shares() if config.admission == "cached_first" else None
+        self.overdue_requests = 0
+
+    def _new_shares(self) -> CachedFirst:
+        return CachedFirst(self._core, self._block_tokens)
 
     def __len__(self) -> int:
         """Return the number of requests that wait for capacity."""
@@ -118,7 +137,12 @@ class Admission:
         """
         if self._gate.closed or lease_id in self.requests:
             return True
-        return bool(self._line) and (priority is None or priority >= self._line.first_priority())
+        if not self._line or priority is None:
+            return bool(self._line)
+        if self._shares is None:
+            return priority >= self._line.first_priority()
+        first = self._shares.first(self._line)
+        return first is not None and self._shares.rank_of(lease_id, priority) >= first.rank
 
     def join(self, request: WaitingRequest, *, counted: bool) -> None:
         """Let a request wait that could not be granted at once.
@@ -156,10 +180,26 @@ class Admission:
         # Once granted, a swapped table is split between the tiers, so taking the grant back would
         # lose it.
         request.takes_turn = self._core.is_swapped(request.lease_id)
+        rank = request.priority if self._shares is None else self._shares.enter(request)
         if ticket is None:
-            request.enter(self._line, request.priority)
+            request.enter(self._line, rank)
         else:
-            request.enter_at(self._line, ticket)
+            request.enter_at(self._line, (rank, ticket[1]))
+
+    def end_overtaking(self, lease_id: int) -> bool:
+        """Let a waiting request go before all later requests of its priority. Idempotent.
+
+        Returns:
+            True if the request is overdue from now on.
+        """
+        request = self.requests.get(lease_id)
+        if request is None or self._shares is None or request.is_overdue:
+            return False
+        request.is_overdue = True
+        self.overdue_requests += 1
+        if request.is_in(self._line):
+            self._shares.move(self._line, request)
+        return True
 
     def take_turn(self, lease_id: int) -> Grant | None:
         """Grant a request after an effect has told that it is first in line.
@@ -202,6 +242,8 @@ class Admission:
 
     def _remove(self, request: WaitingRequest) -> None:
         request.leave()
+        if self._shares is not None:
+            self._shares.left(request)
         del self.requests[request.lease_id]
 
     def refuse(self, lease_id: int, error: AiokvError) -> None:
@@ -220,6 +262,8 @@ class Admission:
             lines.append(self._store_waits)
         self._line = PriorityLine(self._quota.sequence)
         self._store_waits = PriorityLine(self._quota.sequence)
+        if self._shares is not None:
+            self._shares = self._new_shares()
         self._endings.add(lines, lambda request: self._refuse(request, error()))
 
     def serve(self) -> bool:
@@ -243,8 +287,8 @@ class Admission:
 
     def _serve_first(self) -> bool:
         """Serve the first request; return True if the next request may be granted, too."""
-        request = self._line.first()
-        if request is None or self._gate.closed:
+        request = None if self._gate.closed else self._first()
+        if request is None:
             return False
         if request.takes_turn:
             if not request.told:
@@ -264,6 +308,15 @@ class Admission:
         self._outbox.effects.granted.append(Grant(lease_id, grant.onloads))
         self._remove(request)
         return True
+
+    def _first(self) -> WaitingRequest | None:
+        """Return the first request in line; None also if no request can be granted."""
+        if self._shares is None or not self._line:
+            return self._line.first()
+        if self._granting.is_at_limit:
+            return None
+        free, evictable, _ = self._core.room()
+        return self._shares.first_after_rotation(self._line, free + evictable)
 
     def entries(self, limit: int | None = None) -> list[WaitingRequest]:
         """Return the first ``limit`` requests that wait for capacity, or all, in line order."""

@@ -9,6 +9,7 @@ from aiokv.scheduler.effects import Grant
 
 if TYPE_CHECKING:
     from aiokv._native import Core
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Outbox
     from aiokv.scheduler.plans import PlanMaker
     from aiokv.scheduler.saver import Saver
@@ -25,15 +26,25 @@ class Granting:
     """
 
     def __init__(
-        self, core: Core, plans: PlanMaker, saver: Saver, outbox: Outbox, block_tokens: int
+        self, config: CacheConfig, core: Core, plans: PlanMaker, saver: Saver, outbox: Outbox
     ) -> None:
         self._core = core
         self._plans = plans
         self._saver = saver
         self._outbox = outbox
-        self._block_tokens = block_tokens
+        self._block_tokens = config.block_tokens
+        self._max_leases = config.max_running_leases
         self.onloads: dict[int, int] = {}
         self.lost: dict[int, str] = {}
+
+    def is_full(self, lease_id: int) -> bool:
+        """Return True if ``CacheConfig.max_running_leases`` leases compute, and this one would."""
+        return self.is_at_limit and self._core.computes(lease_id)
+
+    @property
+    def is_at_limit(self) -> bool:
+        """True if ``CacheConfig.max_running_leases`` allows no further lease."""
+        return self._max_leases is not None and self._core.computing_leases >= self._max_leases
 
     def attempt(
         self,
@@ -56,6 +67,9 @@ class Granting:
             RequestTooLarge: the device can never hold ``num_tokens`` positions.
         """
         core = self._core
+        if self._max_leases is not None and self.is_full(lease_id):
+            core.check_request(lease_id, num_tokens, reserve_blocks)
+            return None
         granted: int | None = core.allocate(lease_id, num_tokens, reserve_blocks)
         if granted == _NO_ROOM and self._saver.saves_first:
             granted = self._saver.try_after_saving(

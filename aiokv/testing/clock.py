@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 from aiokv.testing.loops import spin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from contextvars import Context
 
 _PASSES: Final = 10  # passes of the loop after each timer, for resumed tasks
@@ -45,11 +45,18 @@ class Clock:
         """Number of timers; 0 when no coroutine waits for a time."""
         return sum(not timer.cancelled() for _, _, timer in self._timers)
 
-    async def advance(self, seconds: float) -> None:
+    async def advance(
+        self, seconds: float, settle: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """Advance the time; timers expire one by one, in order, each at its own time.
 
         The loop makes some passes after each timer, and at the end. Timers that are set meanwhile
         expire, too, if they are due.
+
+        Args:
+            seconds: 0 or more.
+            settle: awaited after these passes while the time stands still, such as
+                ``engine.drain`` for copies in native threads.
 
         Raises:
             ValueError: ``seconds`` is negative.
@@ -65,6 +72,9 @@ class Clock:
             self.now = max(self.now, due)
             self._loop.call_soon(timer.expire, context=timer.context)
             await spin(_PASSES)
+            if settle is not None:
+                await settle()
+                await spin(_PASSES)
         self.now = end
         await spin(_PASSES)
 

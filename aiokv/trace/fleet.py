@@ -85,7 +85,8 @@ async def _run(
         for count, request in enumerate(workload.requests, start=1):
             tokens, now = expand_tokens(request), workload.arrival_seconds(request)
             held = [engine.would_hit(tokens).total for engine in engines]
-            await plain_loop(engines[router.choose(held, len(tokens), now)], [tokens])
+            engine = engines[router.choose(held, len(tokens), now)]
+            await plain_loop(engine, [(tokens, request.returns)])
             if count % CHUNK_REQUESTS == 0 or count == total:
                 progress(count % CHUNK_REQUESTS or CHUNK_REQUESTS)
                 await asyncio.sleep(0)

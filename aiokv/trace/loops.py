@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from aiokv.trace.disk_tier import DiskTier
     from aiokv.trace.format import TraceRequest
     from aiokv.trace.payload import Payload
+    from aiokv.trace.server_model import ServerModel
 
     Prompt = NDArray[np.int32]
+    LabelledPrompt = tuple[Prompt, str]  # with the label of its release; "" for none
     Progress = Callable[[int], None]
 
 # Requests between two passes of the event loop, where progress is drawn and Ctrl-C is delivered.
@@ -84,21 +86,23 @@ class Samples:
         return vars(self)
 
 
-async def plain_loop(engine: CacheEngine, prompts: Sequence[Prompt]) -> None:
+async def plain_loop(engine: CacheEngine, prompts: Sequence[LabelledPrompt]) -> None:
     """Serve one lease at a time, without clock readings; gives ``index_seconds``."""
     match = engine.match
-    for tokens in prompts:
+    for tokens, label in prompts:
         lease = await match(tokens)
         n = len(tokens)
         await lease.allocate(n)
         lease.commit(n)
-        lease.release()
+        lease.release(returns=label)
 
 
-async def timed_loop(engine: CacheEngine, prompts: Sequence[Prompt], samples: Samples) -> None:
+async def timed_loop(
+    engine: CacheEngine, prompts: Sequence[LabelledPrompt], samples: Samples
+) -> None:
     """Serve as the plain loop does, and time each call."""
     now = time.perf_counter_ns
-    for tokens in prompts:
+    for tokens, label in prompts:
         n = len(tokens)
         started = now()
         lease = await engine.match(tokens)
@@ -107,7 +111,7 @@ async def timed_loop(engine: CacheEngine, prompts: Sequence[Prompt], samples: Sa
         allocated = now()
         lease.commit(n)
         committed = now()
-        lease.release()
+        lease.release(returns=label)
         released = now()
         samples.match.append(matched - started)
         samples.allocate.append(allocated - matched)
@@ -116,7 +120,7 @@ async def timed_loop(engine: CacheEngine, prompts: Sequence[Prompt], samples: Sa
 
 
 async def run_in_chunks(
-    loop: Callable[[Sequence[Prompt]], Awaitable[None]],
+    loop: Callable[[Sequence[LabelledPrompt]], Awaitable[None]],
     requests: Iterable[TraceRequest],
     progress: Progress,
 ) -> LoopClock:
@@ -130,12 +134,12 @@ async def run_in_chunks(
     return clock
 
 
-def prompt_chunks(requests: Iterable[TraceRequest]) -> Iterator[list[Prompt]]:
+def prompt_chunks(requests: Iterable[TraceRequest]) -> Iterator[list[LabelledPrompt]]:
     """Yield the expanded prompts, in chunks of ``CHUNK_REQUESTS`` or of about ``CHUNK_TOKENS``."""
-    chunk: list[Prompt] = []
+    chunk: list[LabelledPrompt] = []
     tokens = 0
     for request in requests:
-        chunk.append(expand_tokens(request))
+        chunk.append((expand_tokens(request), request.returns))
         tokens += request.input_tokens
         if len(chunk) == CHUNK_REQUESTS or tokens >= CHUNK_TOKENS:
             yield chunk
@@ -146,6 +150,13 @@ def prompt_chunks(requests: Iterable[TraceRequest]) -> Iterator[list[Prompt]]:
 
 class Replayer:
     """Serves requests by match, allocate, onload, commit and release, and times each call.
+
+    Args:
+        engine: the engine.
+        block_tokens: tokens per block.
+        payload: bytes to write and to verify; None for none.
+        disk: simulated disk tier; None for none.
+        model: simulated times between grant and commit; None for none.
 
     Attributes:
         clock: time of the replay; its CPU time excludes expansion, payload and disk tier.
@@ -160,7 +171,9 @@ class Replayer:
         block_tokens: int,
         payload: Payload | None = None,
         disk: DiskTier | None = None,
+        model: ServerModel | None = None,
     ) -> None:
+        self._model = model
         self._engine = engine
         self._block_tokens = block_tokens
         self._payload = payload
@@ -171,13 +184,14 @@ class Replayer:
 
     async def window(self, requests: Sequence[TraceRequest], live: int, progress: Progress) -> None:
         """Hold up to ``live`` leases; release the oldest for a new one, or when blocks run out."""
-        leases: deque[Lease] = deque()
+        leases: deque[tuple[Lease, str]] = deque()
         with self.clock.running():
             try:
                 for count, request in enumerate(requests, start=1):
                     if len(leases) >= live:
-                        self._release(leases.popleft())
-                    leases.append(await self._admit(self._expand(request), leases))
+                        self._release(*leases.popleft())
+                    lease = await self._admit(self._expand(request), leases)
+                    leases.append((lease, request.returns))
                     # One pass of the loop per request: the poller sees the ends of transfers there.
                     await asyncio.sleep(0)
                     if count % CHUNK_REQUESTS == 0 or count == len(requests):
@@ -185,7 +199,7 @@ class Replayer:
                             progress(count % CHUNK_REQUESTS or CHUNK_REQUESTS)
             finally:
                 while leases:
-                    self._release(leases.popleft())
+                    self._release(*leases.popleft())
             await self._engine.drain()
 
     async def by_timestamps(
@@ -217,6 +231,23 @@ class Replayer:
                     tasks.create_task(self._serve(request, hold, slots, progress))
             await self._engine.drain()
 
+    async def user(
+        self, sessions: Iterator[Iterable[tuple[TraceRequest, float]]], delay: float
+    ) -> None:
+        """Serve sessions one after the other, and their requests each after its pause.
+
+        Args:
+            sessions: requests and the pauses before them in seconds; other users take the sessions
+                between.
+            delay: seconds before the first session.
+        """
+        await asyncio.sleep(delay)
+        for session in sessions:
+            for request, pause in session:
+                await asyncio.sleep(pause)
+                lease = await self._admit(self._expand(request), request=request)
+                self._release(lease, request.returns)
+
     async def _serve(
         self,
         request: TraceRequest,
@@ -231,26 +262,38 @@ class Replayer:
                 self.samples.admission.append(time.perf_counter_ns() - arrived)
                 await asyncio.sleep(hold_seconds)
             finally:
-                self._release(lease)
+                self._release(lease, request.returns)
         progress(1)
 
     def _expand(self, request: TraceRequest) -> Prompt:
         with self.clock.paused():
             return expand_tokens(request)
 
-    async def _admit(self, tokens: Prompt, older: deque[Lease] | None = None) -> Lease:
+    async def _admit(
+        self,
+        tokens: Prompt,
+        older: deque[tuple[Lease, str]] | None = None,
+        request: TraceRequest | None = None,
+    ) -> Lease:
         """Return a committed lease; release leases of ``older`` while blocks are missing."""
         now = time.perf_counter_ns
         n = len(tokens)
         started = now()
         lease = await self._engine.match(tokens)
         matched = now()
+        model = None if request is None else self._model
         try:
+            if model is not None:
+                model.arrived(lease)
             await self._allocate(lease, n, older)
             allocated = now()
+            if model is not None:
+                model.granted(lease, n)
             if not lease.layers.is_done:
                 await self._wait_onload(lease)
                 self.samples.onload.append(now() - allocated)
+            if model is not None and request is not None:
+                await model.serve(lease, request)
             self._compute(lease, tokens)
             computed = now()
             lease.commit(n)
@@ -263,11 +306,11 @@ class Replayer:
         self.samples.allocate.append(allocated - matched)
         return lease
 
-    async def _allocate(self, lease: Lease, n: int, older: deque[Lease] | None) -> None:
+    async def _allocate(self, lease: Lease, n: int, older: deque[tuple[Lease, str]] | None) -> None:
         while older:
             if lease.try_allocate(n):
                 return
-            self._release(older.popleft())
+            self._release(*older.popleft())
         await lease.allocate(n)
 
     async def _wait_onload(self, lease: Lease) -> None:
@@ -285,7 +328,7 @@ class Replayer:
                 self._payload.verify_cached(lease, tokens, self._block_tokens)
                 self._payload.write_computed(lease, tokens, self._block_tokens)
 
-    def _release(self, lease: Lease) -> None:
+    def _release(self, lease: Lease, label: str) -> None:
         started = time.perf_counter_ns()
-        lease.release()
+        lease.release(returns=label)
         self.samples.release.append(time.perf_counter_ns() - started)

@@ -260,6 +260,56 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     routers: list[RouterPoint]
 
 
+class OrderPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of one order of admission with users; times are simulated.
+
+    Attributes:
+        admission: order of admission.
+        requests: requests that were served.
+        requests_per_hour: these requests per hour.
+        prompt_tokens: prompt tokens of the granted requests.
+        hit_tokens: prompt tokens found in the cache.
+        hit_rate: ``hit_tokens / prompt_tokens``.
+        wait_p50_seconds: median time from arrival to grant.
+        wait_p95_seconds: 95th percentile of these times.
+        wait_max_seconds: the longest of these times.
+        longest_overtaken_seconds: the longest time that a request had waited when a later one was
+            granted.
+        model_busy: share of the time in which the model computed.
+    """
+
+    admission: str
+    requests: int
+    requests_per_hour: float
+    prompt_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    wait_p50_seconds: float
+    wait_p95_seconds: float
+    wait_max_seconds: float
+    longest_overtaken_seconds: float
+    model_busy: float
+
+
+class UsersReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a replay with users, which ``aiokv replay --users N --json`` writes.
+
+    Attributes:
+        trace: name of the trace.
+        config: options of the replay, by name.
+        sessions: sessions of the trace.
+        rejected_requests: requests of the trace that need more blocks than the device has; these
+            did not run.
+        orders: results by order of admission.
+    """
+
+    trace: str
+    config: dict[str, Any]
+    sessions: int
+    rejected_requests: int
+    orders: list[OrderPoint]
+
+
 def percentiles_us(samples_ns: Mapping[str, Sequence[int]]) -> dict[str, Percentiles]:
     """Return nearest-rank percentiles of nanosecond samples, by operation that has samples."""
     result = {}
