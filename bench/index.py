@@ -115,7 +115,7 @@ async def _deep(blocks: int) -> dict[str, float]:
         hit_ns = await _cpu_ns(engine, [tokens] * 20)
         grown = [tokens[: (i + 1) * BLOCK_TOKENS] for i in range(blocks - 20, blocks)]
         await engine.reset()
-        await plain_loop(engine, [grown[0]])
+        await plain_loop(engine, [(grown[0], "")])
         grow_ns = await _cpu_ns(engine, grown)
     return {
         "insert_ns_per_block": insert_ns / blocks,
@@ -178,8 +178,9 @@ async def _memory(workload: Workload) -> dict[str, Any]:
 
 
 async def _cpu_ns(engine: CacheEngine, prompts: list[NDArray[np.int32]]) -> float:
+    labelled = [(tokens, "") for tokens in prompts]
     started = time.thread_time_ns()
-    await plain_loop(engine, prompts)
+    await plain_loop(engine, labelled)
     return time.thread_time_ns() - started
 
 

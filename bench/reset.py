@@ -27,7 +27,7 @@ async def _reset(blocks: int) -> float:
     prompt = np.arange(PROMPT_BLOCKS * BLOCK_TOKENS, dtype=np.int32)
     async with CacheEngine(config) as engine:
         for _ in range(blocks // PROMPT_BLOCKS):
-            await plain_loop(engine, [prompt])
+            await plain_loop(engine, [(prompt, "")])
             prompt += np.int32(prompt.size)
         started = time.thread_time()
         await engine.reset()

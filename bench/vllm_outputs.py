@@ -173,6 +173,7 @@ def _run_cell(model: str, mode: str, folder: Path) -> None:
         block_size=_BLOCK_TOKENS,
         num_gpu_blocks_override=1_500,
         kv_cache_memory_bytes=2 << 30,
+        gpu_memory_utilization=0.1,  # memory that has to be free when one server of many starts
         enable_prefix_caching=True,
         enforce_eager=True,
         async_scheduling=False,

@@ -77,6 +77,15 @@ class ReturnAnswer(Answer[None]):
         self.returned = None
 
 
+class FutureAnswer(Answer[None]):
+    """Answer of a call that settles a future, or begins to wait for it: its first argument."""
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the call and its future: nothing else would settle it."""
+        self.error = error
+        self.args[0].fail(error)
+
+
 def make_calls(answers: Sequence[Answer[Any]]) -> BaseException | None:
     """Make calls, in order, and note their values and errors. On the engine's loop.
 

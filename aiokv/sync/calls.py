@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from aiokv.base.checks import Unique
 from aiokv.errors import UsageError
 from aiokv.sync import on_loop
-from aiokv.sync.answers import Answer, ReturnAnswer, without_frames
+from aiokv.sync.answers import Answer, FutureAnswer, ReturnAnswer, without_frames
 from aiokv.sync.computing import SyncComputing
 from aiokv.sync.crossing import Crossing
 from aiokv.sync.futures import EngineFuture
@@ -83,12 +83,7 @@ class Calls(RecordedVerbs, Unique):
                 before they were sent. Call ``run`` again: it waits for the same answers, and makes
                 no call twice.
         """
-        crossing = self._crossing
-        if crossing is None:
-            self._add = _refuse  # a function, because a method would make a cycle of references
-            crossing = self._crossing = Crossing(self._port.thread, self._answers)
-            for future in self._futures:
-                future.note_sent()
+        crossing = self._closed()
         answers = self._answers
         if answers:
             crossing.wait()
@@ -99,6 +94,30 @@ class Calls(RecordedVerbs, Unique):
             raise without_frames(error)
         finally:
             del self, crossing, answers, error  # break the cycle: the traceback has this frame
+
+    def post(self) -> None:
+        """Send the calls, and do not wait: the engine makes them while the caller goes on.
+
+        They are made before all calls that the same thread makes afterwards. ``run`` waits for
+        their answers.
+
+        Raises:
+            UsageError: the engine is not open.
+            KeyboardInterrupt: as for ``run``; ``post`` again makes no call twice.
+        """
+        crossing = self._closed()
+        if self._answers:
+            crossing.send()
+
+    def _closed(self) -> Crossing:
+        """Return the crossing of the calls; no call can be added any more."""
+        crossing = self._crossing
+        if crossing is None:
+            self._add = _refuse  # a function, because a method would make a cycle of references
+            crossing = self._crossing = Crossing(self._port.thread, self._answers)
+            for future in self._futures:
+                future.note_sent()
+        return crossing
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +191,7 @@ class Calls(RecordedVerbs, Unique):
             A future of its value. ``cancel()`` cancels the coroutine.
         """
         future: EngineFuture[T] = self._new_future()
-        self._add(Answer(on_loop.begin, (future, function, args)))
+        self._add(FutureAnswer(on_loop.begin, (future, function, args)))
         return future
 
     def _new_future(self) -> EngineFuture[Any]:

@@ -26,7 +26,7 @@ class Crossing:
         first_error: first error of the calls in their order; None without errors.
     """
 
-    __slots__ = ("_answered", "_answers", "_claim", "_thread", "done", "first_error")
+    __slots__ = ("_answered", "_answers", "_claim", "_is_sent", "_thread", "done", "first_error")
 
     def __init__(self, thread: LoopThread, answers: Sequence[Answer[Any]]) -> None:
         self._thread = thread
@@ -36,8 +36,20 @@ class Crossing:
         self._claim = [None]
         self._answered = threading.Lock()
         self._answered.acquire()
+        self._is_sent = False
         self.done = False
         self.first_error: BaseException | None = None
+
+    def send(self) -> None:
+        """Send the calls. Idempotent.
+
+        Raises:
+            UsageError: the engine is not open.
+            KeyboardInterrupt: the calls may be made all the same; ``send`` may be called again.
+        """
+        if not self._is_sent:
+            self._thread.send(self)
+            self._is_sent = True
 
     def wait(self) -> None:
         """Send the calls, and block the calling thread without the GIL until they are answered.
@@ -48,25 +60,14 @@ class Crossing:
         """
         if self.done:
             return
-        self._thread.send(self)
+        self.send()
+        if self._thread.is_abandoned:  # sent before `os.fork`
+            self.fail(self._thread.new_error)
         if not self.done:
             self._answered.acquire()
 
-    def run(self) -> None:
-        """Make the calls, on the loop, when earlier calls have had their effect. Idempotent.
-
-        They fail with the error of the thread once an exception has ended its service: whether a
-        call arrives before or behind the close that follows does not change its error.
-        """
-        if self._thread.has_ended:
-            self.fail(self._thread.new_error)
-        elif self._thread.defers_calls:
-            self._thread.post(self.run)
-        else:
-            self.execute()
-
     def execute(self) -> None:
-        """Make the calls now. Idempotent."""
+        """Make the calls, on the loop. Idempotent."""
         if self._take():
             self.first_error = make_calls(self._answers)
             self._finish()

@@ -9,7 +9,7 @@ from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from aiokv.sync import on_loop
-from aiokv.sync.answers import Answer, ReturnAnswer
+from aiokv.sync.answers import Answer, FutureAnswer, ReturnAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -84,6 +84,7 @@ def add_methods(verbs: Iterable[Verb], calls: type, lease: type, engine: type) -
     names: dict[str, Any] = {
         "__name__": __name__,
         "Answer": Answer,
+        "FutureAnswer": FutureAnswer,
         "ReturnAnswer": ReturnAnswer,
         "at_once": on_loop.at_once,
         "begin": on_loop.begin,
@@ -168,7 +169,7 @@ def called_{self.name}({self._declared("self")}):
             names = [f"dict({', '.join(f'{name}={name}' for name in names)})"]
         given = [name.replace("port", "self._port") for name in self._given]
         made = {"future": "self._new_future()", "lease": "self._port.new_lease()"}.get(verb.answer)
-        cls = "ReturnAnswer" if verb.answer == "return" else "Answer"
+        cls = {"return": "ReturnAnswer", "future": "FutureAnswer"}.get(verb.answer, "Answer")
         if made is None:
             made = f"{cls}(run_{self.name}, ({', '.join([*given, *names])},))"
             recorded = "made"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import weakref
+from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import get_ident
@@ -105,6 +106,7 @@ class LoopThread:
         self._is_abandoned = False
         # Single operations of these sets are atomic, so they need no lock.
         self._unanswered: set[Crossing] = set()
+        self._deferred: deque[Crossing] = deque()  # on the loop: they wait for earlier calls
         self._waits: set[EngineFuture[Any]] = set()
         self._ending: set[asyncio.Task[None]] = set()  # cancelled waits that have not ended
         self._begins_closing = False  # True until `serve` has seen that it has to close
@@ -260,15 +262,6 @@ class LoopThread:
         return self._failure is not None
 
     @property
-    def defers_calls(self) -> bool:
-        """True while an earlier call of the same thread has not had its effect.
-
-        A cancelled wait for capacity gives its place in line back, and a service that was asked to
-        close refuses calls, after a pass of the loop.
-        """
-        return self._begins_closing or bool(self._ending)
-
-    @property
     def noun(self) -> str:
         """Noun for the service in messages: ``"engine"`` or ``"rank"``."""
         return self._service.noun
@@ -335,10 +328,33 @@ class LoopThread:
             crossing.fail(self.new_error)
             return
         if not self._has_ended:
-            self.post(crossing.run)
+            self.post(self._receive, crossing)
         if self._has_ended:  # `_end` may not have seen the crossing
             self._over.wait()
             crossing.fail(self.new_error)
+
+    def _receive(self, crossing: Crossing) -> None:
+        """Make the calls of a crossing, behind those of the crossings that have come before."""
+        self._deferred.append(crossing)
+        if len(self._deferred) == 1:
+            self._make_deferred()
+
+    def _make_deferred(self) -> None:
+        """Make the calls that have come, when earlier calls of their threads have had their effect.
+
+        A cancelled wait for capacity gives its place in line back, and a service that was asked to
+        close refuses calls, after a pass of the loop. Calls fail with the error of the thread once
+        an exception has ended its service: whether a call arrives before or behind the close that
+        follows does not change its error.
+        """
+        while self._deferred:
+            if self._has_ended:
+                self._deferred.popleft().fail(self.new_error)
+            elif self._begins_closing or self._ending:
+                self.post(self._make_deferred)
+                return
+            else:
+                self._deferred.popleft().execute()
 
     def forget(self, crossing: Crossing) -> None:
         """Note that a crossing has its answers."""

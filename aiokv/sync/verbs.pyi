@@ -139,7 +139,9 @@ class RecordedVerbs:
         See ``Lease.fork``.
         """
 
-    def release(self, lease: SyncLease, after: Event | None = None) -> Answer[None]:
+    def release(
+        self, lease: SyncLease, after: Event | None = None, *, returns: str = ''
+    ) -> Answer[None]:
         """Release the lease and give all its blocks back. Idempotent.
 
         See ``Lease.release``.
@@ -172,7 +174,10 @@ class RecordedVerbs:
         See ``Lease.idle``.
         """
 
-    def commit(self, lease: SyncLease, num_tokens: int, ready: Event | None = None) -> Answer[int]:
+    def commit(
+        self, lease: SyncLease, num_tokens: int, ready: Event | None = None, *, in_next_step: bool =
+        False
+    ) -> Answer[int]:
         """Note that the first ``num_tokens`` positions are computed, and share their full blocks.
 
         See ``Lease.commit``.
@@ -467,7 +472,7 @@ class LeaseVerbs:
             ClosedError: the engine is closed or closing.
         """
 
-    def release(self, after: Event | None = None) -> None:
+    def release(self, after: Event | None = None, *, returns: str = '') -> None:
         """Release the lease and give all its blocks back. Idempotent.
 
         When a batch in flight computes with the lease, its blocks are reused after the batch has
@@ -477,9 +482,15 @@ class LeaseVerbs:
             after: event that was recorded on the compute stream after the last work that uses the
                 blocks and after all other work of the open step; the call closes the step with this
                 event. None leaves the step open.
+            returns: label of the request, which tells when a request with the same prefix may come,
+                e.g. ``"tool_use"`` or ``"end_turn"``; at most 64 characters, ``""`` for none. With
+                ``eviction_policy="adaptive"``, the engine learns from later requests what a label
+                means; the text has no meaning of its own. The first 14 different labels are learned
+                one by one, all others as one. ``"lru"`` ignores labels.
 
         Raises:
-            UsageError: the worker cannot wait for an event of this type; nothing changed.
+            UsageError: the worker cannot wait for an event of this type, or ``returns`` is no str
+                or too long; nothing changed.
         """
 
     def assign(
@@ -562,7 +573,9 @@ class LeaseVerbs:
         of a cancellation.
         """
 
-    def commit(self, num_tokens: int, ready: Event | None = None) -> int:
+    def commit(
+        self, num_tokens: int, ready: Event | None = None, *, in_next_step: bool = False
+    ) -> int:
         """Note that the first ``num_tokens`` positions are computed, and share their full blocks.
 
         The engine indexes only positions whose tokens it knows: those of the prompt and of
@@ -579,6 +592,9 @@ class LeaseVerbs:
             ready: event that was recorded on the compute stream after the computation and after all
                 other work of the open step; the call closes the step with this event. None leaves
                 the step open.
+            in_next_step: True if the positions are not computed yet, and the step after the open
+                one will compute them. Until then, only work that the device does behind that of
+                this lease may read them. No transfer reads them before that step has ended.
 
         Returns:
             The number of blocks that became shareable.
@@ -586,7 +602,8 @@ class LeaseVerbs:
         Raises:
             LeaseError: ``num_tokens`` exceeds the positions of the lease. Nothing changed.
             UsageError: ``num_tokens`` is not an integer, or the worker cannot wait for an event
-                like ``ready``. Nothing changed.
+                like ``ready``; or ``in_next_step`` is given with ``ready``, with
+                ``CacheConfig.external_device`` or with checksums. Nothing changed.
             ClosedError: the engine is closed.
         """
 

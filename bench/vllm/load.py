@@ -91,7 +91,7 @@ async def run_load(
 
     async def client() -> None:
         for place, prompt in waiting:
-            answers[place] = await _ask(engine, prompt, sampling)
+            answers[place] = await ask(engine, {"prompt_token_ids": prompt}, sampling)
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -101,12 +101,17 @@ async def run_load(
     return LoadResult(answers=[answer for answer in answers if answer], seconds=seconds)
 
 
-async def _ask(engine: Engine, prompt: list[int], sampling: Any) -> Answer:
+async def ask(engine: Engine, prompt: dict[str, Any], sampling: Any) -> Answer:
+    """Send one of vLLM's prompts, given by its token ids, and return its answer.
+
+    Raises:
+        RuntimeError: the request ended without a token.
+    """
     started = time.perf_counter()
     arrivals: list[float] = []
     output = None
     request_id = f"bench-{next(_request_ids)}"
-    async for output in engine.generate({"prompt_token_ids": prompt}, sampling, request_id):
+    async for output in engine.generate(prompt, sampling, request_id):
         if output.outputs[0].token_ids:
             arrivals.append(time.perf_counter() - started)
     if not arrivals:
@@ -115,7 +120,7 @@ async def _ask(engine: Engine, prompt: list[int], sampling: Any) -> Answer:
         first_token_seconds=arrivals[0],
         seconds=time.perf_counter() - started,
         gaps_seconds=np.diff(arrivals).tolist(),
-        prompt_tokens=len(prompt),
+        prompt_tokens=len(prompt["prompt_token_ids"]),
         cached_tokens=output.num_cached_tokens or 0,
         token_ids=list(output.outputs[0].token_ids),
     )

@@ -34,6 +34,15 @@ SHAPES = {
         "head_dim": 128,
         "vocab_size": 128_256,
     },
+    "small": {
+        "hidden_size": 1_024,
+        "intermediate_size": 2_816,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 32_000,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 256,

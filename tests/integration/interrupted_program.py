@@ -16,6 +16,7 @@ from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.errors import BrokenEngineError
 
 TOKENS = list(range(9))
+HELD_SECONDS = 300.0  # longer than any test waits
 
 
 def new_engine() -> CacheEngine:
@@ -35,6 +36,8 @@ async def main(engine: CacheEngine, *, held: bool) -> None:
             await asyncio.Event().wait()
         finally:
             print("closing", flush=True)
+            if held:  # leaving "async with" after an exception would not wait
+                await engine.aclose(HELD_SECONDS)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from aiokv.errors import AllocateTimeout
+from aiokv.errors import AllocateTimeout, UsageError
 from aiokv.testing import ManualEvent, running_clock, spin
 from tests.harness.cache import Cache, prompt
 
@@ -104,3 +104,36 @@ async def finished(cache: Cache, *tasks: asyncio.Task) -> None:
     while not all(task.done() for task in tasks):
         cache.device.complete_all()
         await running_clock().advance(0.001)
+
+
+@pytest.mark.parametrize("computes_in_stream", [False, True])
+async def test_blocks_of_the_next_step_are_found_at_once_and_saved_when_it_is_closed(
+    computes_in_stream,
+):
+    async with Cache(write_policy="write_through") as cache:
+        cache.device.computes_in_stream = computes_in_stream
+        lease = cache.engine.match(A)
+        assert lease.try_allocate(len(A))
+        assert lease.commit(len(A), in_next_step=True) == 2
+        assert cache.hit([*A, 1]) == (2, 0)
+        cache.engine.step()  # ends before the positions are computed
+        await spin(3)
+        assert not cache.device.offloads
+        cache.engine.step()
+        await spin(3)
+        (offload,) = cache.device.offloads
+        assert len(offload.host_ids) == 2
+        await cache.finish()
+        lease.release()
+        assert await cache.engine.evict(2) == 2
+        assert cache.hit([*A, 1]) == (0, 2)
+
+
+async def test_commit_for_the_next_step_refuses_what_it_cannot_order():
+    async with Cache(verify="checksum") as cache:
+        lease = await cache.serve(A)
+        with pytest.raises(UsageError, match="in_next_step cannot be used with verify='checksum'"):
+            lease.commit(len(A), in_next_step=True)
+        with pytest.raises(UsageError, match="ready is given"):
+            lease.commit(len(A), ManualEvent(), in_next_step=True)
+        lease.release()

@@ -65,9 +65,16 @@ def is_refused(call) -> bool:
 def fork(engine: SyncEngine) -> None:
     held = hold_everything(engine)
     waiting = engine.match([1]).allocate(32)
+    gate = threading.Event()
+    engine.submit(gate.wait)
+    posted = engine.calls()
+    posted.step()
+    posted.post()
     pid = os.fork()
+    gate.set()
     if pid == 0:
         verbs = (
+            posted.run,
             lambda: engine.match([1]),
             lambda: held.commit(16),
             engine.step,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -128,6 +130,56 @@ def test_run_makes_calls_once_and_then_takes_no_more(engine):
     with pytest.raises(UsageError, match="run already"):
         calls.step()
     assert engine.calls().run() == []
+
+
+def test_posted_calls_are_made_before_later_ones_and_nobody_waits(engine):
+    gate = threading.Event()
+    engine.submit(gate.wait)  # holds the loop
+    try:
+        calls = engine.calls()
+        lease = calls.match(PROMPT)
+        granted = calls.try_allocate(lease, 16)
+        published = calls.commit(lease, 16)
+        idle = calls.idle(lease)
+        calls.post()
+        with pytest.raises(UsageError, match="run already"):
+            calls.release(lease)
+        assert not granted.done
+        assert not idle.done()
+    finally:
+        gate.set()
+    assert engine.would_hit(PROMPT).total == 12
+    assert published.value == 4
+    calls.post()
+    assert len(calls.run()) == 4
+    assert idle.result(PATIENCE_SECONDS) is None
+    lease.release()
+
+
+def test_posted_calls_stay_before_later_ones_when_a_cancelled_wait_ends_between_them(engine):
+    thread, made, gate, ended = engine._port.thread, [], threading.Event(), []
+    task = Mock(done=bool, add_done_callback=ended.append)
+    engine.submit(gate.wait)  # holds the loop
+    try:
+        thread.post(lambda: thread.cancel_task(task, first=True))
+        posted = engine.calls()
+        posted.add(made.append, "posted")
+        posted.post()
+        thread.post(lambda: ended[0](task))
+        later = engine.calls()
+        later.add(made.append, "later")
+        later.post()
+    finally:
+        gate.set()
+    later.run()
+    assert made == ["posted", "later"]
+    posted.run()
+
+
+def test_posting_no_calls_sends_nothing(engine):
+    calls = engine.calls()
+    calls.post()
+    assert calls.run() == []
 
 
 def test_a_with_block_runs_the_calls_unless_it_fails(engine):
@@ -416,6 +468,24 @@ def test_calls_after_close_are_refused_and_release_has_nothing_to_do(config):
     lease.release()
     with pytest.raises(ClosedError):
         engine.call(engine.cache.reset)
+
+
+def test_futures_of_calls_that_are_not_made_have_the_error(config):
+    with SyncEngine(config) as engine:
+        lease = engine.match(PROMPT)
+        lease.allocate(16).result()
+    calls = engine.calls()
+    futures = [calls.allocate(lease, 16), calls.idle(lease), calls.begin(engine.cache.drain)]
+    cancelled = calls.idle(lease)
+    assert cancelled.cancel()
+    calls.post()
+    for future in futures:
+        with pytest.raises(ClosedError):
+            future.result(PATIENCE_SECONDS)
+    assert cancelled.cancelled()
+    with pytest.raises(ClosedError):
+        calls.run()
+    lease.release()
 
 
 @pytest.mark.filterwarnings("error")

@@ -8,7 +8,7 @@ import sys
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -208,12 +208,27 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_calls_that_arrive_during_the_close_after_a_failure_get_the_failure():
-    made, failure = [], BrokenEngineError("the thread of the engine has failed")
-    thread = SimpleNamespace(
-        has_ended=True, defers_calls=False, new_error=lambda: failure, forget=lambda crossing: None
-    )
+@pytest.mark.filterwarnings("error")
+def test_calls_that_arrive_during_the_close_after_a_failure_get_the_failure(config):
+    engine = SyncEngine(config)
+    engine.open()
+    thread = engine._thread
+    entered, go_on, made = threading.Event(), threading.Event(), []
+
+    def fail():
+        entered.set()
+        go_on.wait()
+        # The loop makes the calls of this pass. A wait that ends later keeps them for the next one.
+        thread.cancel_task(unending, first=True)
+        raise SystemExit
+
+    unending = Mock(done=bool)
+    thread.post(fail)
+    entered.wait()
     crossing = Crossing(thread, [Answer(made.append, (1,))])
-    crossing.run()
-    assert crossing.first_error is failure
+    crossing.send()
+    go_on.set()
+    crossing.wait()
+    assert isinstance(crossing.first_error, BrokenEngineError)
     assert made == []
+    engine.close()

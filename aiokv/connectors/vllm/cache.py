@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiokv.base.statistics import CacheStatistics, Statistics
     from aiokv.connectors.vllm.events import EventCollector
     from aiokv.connectors.vllm.tensors_here import Tensors
-    from aiokv.sync import Answer, Calls, SyncEngine, SyncLayers, SyncLease
+    from aiokv.sync import Answer, Calls, EngineFuture, SyncEngine, SyncLayers, SyncLease
     from aiokv.worker.device.base import Event
 
 log = Log(__name__)
@@ -45,6 +45,7 @@ class HostCache:
         self._engine = engine
         self._tensors = tensors
         self._events = events
+        self._posted: Calls | None = None  # the last calls that nobody has waited for
         self._failure: BaseException | None = None
         self._num_errors = 0
 
@@ -85,6 +86,17 @@ class HostCache:
         """Make calls, and return their answers, which have the errors."""
         return calls.run(raise_errors=False)
 
+    def post(self, calls: Calls) -> None:
+        """Let the engine make calls while the caller goes on."""
+        calls.post()
+        self._posted = calls
+
+    def wait_posted(self) -> None:
+        """Block the calling thread until the engine has made all calls that were posted."""
+        if self._posted is not None:
+            self.run(self._posted)  # the engine makes calls in the order in which they were posted
+            self._posted = None
+
     def succeeded(self, answers: Iterable[Answer[Any]], what: str) -> bool:
         """Return True if no answer has an error; log the first one.
 
@@ -111,27 +123,27 @@ class HostCache:
             log.error("vllm.cache_failed", error=str(error))
 
     def release_and_watch(
-        self, leases: Sequence[SyncLease], calls: Calls | None = None
-    ) -> list[Future[None] | None]:
-        """Release leases, in the crossing of other calls.
+        self,
+        leases: Sequence[SyncLease],
+        calls: Calls | None = None,
+        labels: Sequence[str] | None = None,
+    ) -> list[EngineFuture[None]]:
+        """Release leases, in the crossing of other calls, and do not wait for the answers.
 
         Args:
             leases: leases to release.
-            calls: calls to make before, if any; they are run.
+            calls: calls to make before, if any; they are posted.
+            labels: label of each lease, see ``SyncLease.release``; None for no labels.
 
         Returns:
-            Per lease, a future that is done when no transfer uses its blocks; None if that holds.
+            Per lease, a future that is done when no transfer uses its blocks.
         """
         calls = self.calls() if calls is None else calls
-        for lease in leases:
-            calls.release(lease)
-        answers = [calls.is_idle(lease) for lease in leases]
-        self.run(calls)
-        futures: list[Future[None] | None] = [None] * len(leases)
-        if any(answer.error is None and not answer.value for answer in answers):
-            calls = self.calls()
-            futures = [calls.idle(lease) for lease in leases]
-            self.run(calls)
+        labels = [""] * len(leases) if labels is None else labels
+        for lease, label in zip(leases, labels, strict=True):
+            calls.release(lease, returns=label)
+        futures = [calls.idle(lease) for lease in leases]
+        self.post(calls)
         return futures
 
     def wait_idle(self, idle: Future[None], timeout: float) -> None:

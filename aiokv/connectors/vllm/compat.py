@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.request import Request
 
 log = Log(__name__)
@@ -88,6 +88,22 @@ def fits_one_node(parallel: ParallelConfig) -> bool:
 
     nodes = Counter(placement_group_table(group)["bundles_to_node_id"].values())
     return max(nodes.values()) >= int(parallel.world_size)
+
+
+def placed_pages(config: KVCacheConfig) -> dict[str, int]:
+    """Return the bytes per block of layers, as vLLM has placed them in memory.
+
+    The sizes are right where the layers of a group differ in them: a page is then one run of
+    memory. Layers of other layouts may be missing.
+    """
+    pages: dict[str, int] = {}
+    for tensor in config.kv_cache_tensors:
+        block_stride = getattr(tensor, "block_stride", 0)
+        if hasattr(tensor, "layer_stride"):  # since 0.29; the larger one is of several pages
+            pages |= dict.fromkeys(tensor.layers, min(tensor.layer_stride, block_stride))
+        elif not block_stride:
+            pages |= dict.fromkeys(tensor.shared_by, tensor.size // config.num_blocks)
+    return pages
 
 
 def is_non_causal(spec: KVCacheSpec) -> bool:

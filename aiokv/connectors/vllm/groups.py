@@ -131,8 +131,10 @@ class KVGroups:
                 hint="serve this model without kv_transfer_config",
             )
         main = retentions.index("all") if "all" in retentions else None
+        pages = page_bytes_of(kv_cache_config)
+        block_bytes = [sum(pages[name] for name in group.layer_names) for group in groups]
         sides = tuple(
-            _side_group(index, group, retention)
+            _side_group(index, group, retention, block_bytes[index])
             for index, (group, retention) in enumerate(zip(groups, retentions, strict=True))
             if index != main
         )
@@ -140,7 +142,7 @@ class KVGroups:
             main=main,
             sides=sides,
             num_blocks=kv_cache_config.num_blocks,
-            block_bytes=NUMBER_BYTES if main is None else _block_bytes(groups[main]),
+            block_bytes=NUMBER_BYTES if main is None else block_bytes[main],
             block_tokens=sizes.pop(),
             layers=tuple(tuple(group.layer_names) for group in groups),
         )
@@ -334,7 +336,9 @@ def _kind_of(spec: Any) -> Retention:
     )
 
 
-def _side_group(index: int, group: KVCacheGroupSpec, retention: Retention) -> SideGroup:
+def _side_group(
+    index: int, group: KVCacheGroupSpec, retention: Retention, block_bytes: int
+) -> SideGroup:
     window = 0
     if retention == "window":
         window = max(
@@ -345,13 +349,26 @@ def _side_group(index: int, group: KVCacheGroupSpec, retention: Retention) -> Si
         name=f"{ {'all': 'full', 'window': 'window', 'last': 'state'}[retention] }{index}",
         retention=retention,
         window_tokens=window,
-        block_bytes=_block_bytes(group),
+        block_bytes=block_bytes,
         is_sparse=retention == "last" and specs_of(group)[0].mamba_cache_mode == "align",
     )
 
 
-def _block_bytes(group: KVCacheGroupSpec) -> int:
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return int(spec.page_size_bytes)
-    return int(spec.page_size_bytes) * len(group.layer_names)
+def page_bytes_of(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Return the bytes per block of each layer.
+
+    A group may have layers with pages of several sizes: latent attention with an indexer, a draft
+    model with fewer heads. vLLM describes all of them to its workers, and one of them to its
+    scheduler, which finds the sizes by the places of the layers in memory.
+    """
+    pages: dict[str, int] = {}
+    placed = compat.placed_pages(kv_cache_config)
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        found = {name: placed[name] for name in group.layer_names if name in placed}
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            found = {name: one.page_size_bytes for name, one in spec.kv_cache_specs.items()}
+        elif len(set(found.values())) <= 1:
+            found = dict.fromkeys(group.layer_names, int(spec.page_size_bytes))
+        pages |= found
+    return pages

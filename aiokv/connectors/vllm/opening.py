@@ -13,9 +13,9 @@ from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.connectors.vllm import tensors_here
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.events import EventCollector
-from aiokv.connectors.vllm.groups import KVGroups
+from aiokv.connectors.vllm.groups import KVGroups, page_bytes_of
 from aiokv.connectors.vllm.sources import EngineSource, RankSource
-from aiokv.connectors.vllm.tensors import LayerTensors, first_tensor, page_bytes_of
+from aiokv.connectors.vllm.tensors import LayerTensors, first_tensor
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import ConfigError
 from aiokv.layout.host_format import pitch_bytes
@@ -189,7 +189,7 @@ def worker_half(
     Raises:
         ConfigError: the layout of a tensor is unknown, or a setting is wrong.
     """
-    pages = page_bytes_of(kv_cache_config.kv_cache_groups)
+    pages = page_bytes_of(kv_cache_config)
     sizes = {
         first_tensor(kv_caches[name]).data_ptr(): size
         for name, size in pages.items()
@@ -306,7 +306,7 @@ def _data_parallel_rank(vllm_config: VllmConfig) -> str:
 
 def block_bytes_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes per block, summed over all ranks."""
-    pages = page_bytes_of(kv_cache_config.kv_cache_groups)
+    pages = page_bytes_of(kv_cache_config)
     num_ranks: int = vllm_config.parallel_config.world_size
     return sum(pages.values()) * num_ranks
 

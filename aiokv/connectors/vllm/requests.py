@@ -32,12 +32,14 @@ class Parameters:
         max_load_tokens: most tokens to load; None for no limit.
         load_priority: of the loads that wait for their turn, those with lower numbers are copied
             first; at least 0.
+        returns: label of the request; see ``SyncLease.release``.
     """
 
     read: bool = True
     write: bool = True
     max_load_tokens: int | None = None
     load_priority: int = 0
+    returns: str = ""
 
     @classmethod
     def parse(cls, values: object) -> Self:
@@ -58,6 +60,7 @@ class Parameters:
         for name in ("max_load_tokens", "load_priority"):
             if (value := getattr(parameters, name)) is not None or name == "load_priority":
                 checks.integer(name, value, minimum=0)
+        checks.label("returns", parameters.returns)
         return parameters
 
     @classmethod

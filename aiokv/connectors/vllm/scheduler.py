@@ -114,6 +114,7 @@ class SchedulerHalf:
         self._decision_seconds = DECISION_SECONDS  # time left for waits in that step
         self._queued: int | None = None  # tokens of running prompts that are left to compute
         self._records: dict[int, _Record] = {}  # by step, of those that have not ended
+        self._posted: _Commits | None = None  # the last commits, whose answers were not read yet
         self._last_scheduled: Mapping[str, int] = {}  # tokens of the last step, by request
         self._freed = FreedBlocks()
         self._prefills = PrefillClock()
@@ -342,6 +343,9 @@ class SchedulerHalf:
 
     def _begin_or_defer(self) -> None:
         """Begin the loads whose blocks are not in use, in one crossing."""
+        if not self._deferred:
+            return
+        self._cache.wait_posted()  # so that released blocks without a transfer count as unused
         deferred, self._deferred = self._deferred, []
         loads = []
         for cached in deferred:
@@ -514,6 +518,7 @@ class SchedulerHalf:
         """
         prefill = self._prefills.end(step)
         event = self._cache.take_event(step)
+        self._note_commits()
         if failed_blocks:
             self._note_failures(set(failed_blocks))
         ended: dict[str, CachedRequest] = {}
@@ -537,15 +542,15 @@ class SchedulerHalf:
     ) -> None:
         """Commit the full blocks that are computed, and close the step, in one crossing.
 
-        It also releases the leases of the requests that have finished in the step.
+        It also releases the leases of the requests that have finished in the step. The engine makes
+        these calls while the next step is scheduled and computed.
         """
         calls = self._cache.calls()
         committed = []
         for cached in requests:
             blocks = self._advance(cached)
             if blocks > cached.committed and cached.lease is not None:
-                answers = self._add_commit(calls, cached.lease, cached, blocks)
-                committed.append((cached, blocks, answers))
+                committed.append((cached, self._add_commit(calls, cached.lease, cached, blocks)))
         if self._cache.is_usable and (committed or self._cache.closes_steps_on_ranks):
             if prefill is not None:
                 calls.note_prefill(*prefill)
@@ -553,18 +558,20 @@ class SchedulerHalf:
         # vLLM frees blocks of windows and states while their request runs.
         saving = [
             (cached, calls.idle(cached.lease))
-            for cached, _, _ in committed
+            for cached, _ in committed
             if cached.saving and cached.lease is not None
         ]
         finished, self._finishing = self._finishing, []
         released = [(cached, cached.lease) for cached in finished if cached.lease is not None]
         for cached in finished:
             cached.lease = None
-        futures = self._cache.release_and_watch([lease for _, lease in released], calls)
+        labels = [cached.parameters.returns for cached, _ in released]
+        leases = [lease for _, lease in released]
+        futures = self._cache.release_and_watch(leases, calls, labels)
         for cached, idle in saving:
             self._freed.add(cached.saving, 0, idle)
             cached.saving = []
-        self._note_commits(committed)
+        self._posted = _Commits(calls, committed)
         for (cached, _), future in zip(released, futures, strict=True):
             self._freed.add(cached.tables.ids(0, cached.assigned), 0, future)
 
@@ -585,15 +592,14 @@ class SchedulerHalf:
         is_covered = cached.assigned or blocks * self._block_tokens >= cached.lease.cached_tokens
         return blocks if is_covered else 0
 
-    def _note_commits(
-        self, committed: Iterable[tuple[CachedRequest, int, list[Answer[Any]]]]
-    ) -> None:
-        for cached, blocks, answers in committed:
-            if self._cache.succeeded(answers, f"commit of request {cached.request_id}"):
-                cached.known_tokens = max(cached.known_tokens, blocks * self._block_tokens)
-                cached.assigned = max(cached.assigned, blocks)
-                cached.committed = blocks
-            else:
+    def _note_commits(self) -> None:
+        """Wait for the answers of the last commits, and give up the leases of those that failed."""
+        if self._posted is None:
+            return
+        posted, self._posted = self._posted, None
+        self._cache.run(posted.calls)
+        for cached, answers in posted.answers:
+            if not self._cache.succeeded(answers, f"commit of request {cached.request_id}"):
                 self._leave_lease(cached)
 
     def _add_commit(
@@ -604,6 +610,7 @@ class SchedulerHalf:
         if end > cached.known_tokens:
             tokens = cached.request.all_token_ids[cached.known_tokens : end]
             answers.append(calls.append(lease, tokens))
+            cached.known_tokens = end
         if blocks > cached.assigned:
             ids = cached.table[cached.assigned : blocks]
             computed = 0 if cached.assigned else end  # nothing is left to load
@@ -613,7 +620,9 @@ class SchedulerHalf:
             answers.append(calls.assign(lease, ids, computed_tokens=computed, groups=sides))
             for side in sides.values():
                 cached.saving += [block for block in side if block != NO_BLOCK]
+            cached.assigned = blocks
         answers.append(calls.commit(lease, end))
+        cached.committed = blocks
         return answers
 
     def _note_failures(self, failed_blocks: set[int]) -> None:
@@ -709,6 +718,7 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Release all leases, so that no block of running requests is saved."""
+        self._note_commits()
         for cached in [*self._requests.values(), *self._finishing]:
             self._leave_lease(cached)
 
@@ -740,6 +750,18 @@ class _Record(NamedTuple):
 
     scheduled: Mapping[str, int]
     ends: list[tuple[CachedRequest, int]]
+
+
+class _Commits(NamedTuple):
+    """Commits whose answers were not read yet.
+
+    Attributes:
+        calls: the calls of the crossing.
+        answers: the requests, with the answers of their calls.
+    """
+
+    calls: Calls
+    answers: list[tuple[CachedRequest, list[Answer[Any]]]]
 
 
 def _prompt_tokens(output: SchedulerOutput) -> int:

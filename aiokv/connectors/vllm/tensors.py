@@ -11,7 +11,7 @@ between those of a layer.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -20,7 +20,7 @@ from aiokv.errors import ConfigError
 from aiokv.layout.regions import Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from aiokv.connectors.vllm.groups import KVGroups
 
@@ -169,13 +169,3 @@ def _layout(kind: str, tensor: torch.Tensor) -> str:
 
 def _order(name: str) -> tuple[tuple[int, ...], str]:
     return tuple(int(number) for number in re.findall(r"\d+", name)), name
-
-
-def page_bytes_of(groups: Iterable[Any]) -> dict[str, int]:
-    """Return the bytes per block of each layer of vLLM's KV cache groups."""
-    pages = {}
-    for group in groups:
-        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
-        for name in group.layer_names:
-            pages[name] = specs.get(name, group.kv_cache_spec).page_size_bytes
-    return pages

@@ -21,6 +21,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -32,7 +33,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.connectors.vllm.model import WINDOW
-from tests.connectors.vllm.runner import DIM, HEADS, LAYER_NAMES, layer_names
+from tests.connectors.vllm.runner import (
+    DIM,
+    HEADS,
+    INDEX_DIM,
+    LAYER_NAMES,
+    index_name,
+    layer_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,6 +140,8 @@ def kv_cache_config(
         names: names of the layers of the first group.
         kinds: kinds of the groups, of KINDS.
     """
+    if layout == "indexed":
+        return indexed_config(num_blocks, names)
     if spec is None and layout == "latent":
         spec = MLAAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2 * HEADS * DIM, dtype=torch.int32
@@ -151,6 +161,39 @@ def kv_cache_config(
             for tensor in tensors_of(sharing, spec, num_blocks)
         ],
         kv_cache_groups=[KVCacheGroupSpec(layers, one) for layers, one in groups],
+    )
+
+
+def indexed_config(
+    num_blocks: int, names: Sequence[str] = LAYER_NAMES, order: str = "LBNHC"
+) -> KVCacheConfig:
+    """Return vLLM's configuration of sparse latent attention: a group with pages of two sizes.
+
+    Args:
+        num_blocks: device blocks.
+        names: names of the layers of attention, each behind that of its index keys.
+        order: name of the order in memory, since vLLM 0.29.
+    """
+    specs: dict[str, KVCacheSpec] = {
+        name: MLAAttentionSpec(
+            block_size=BLOCK_TOKENS,
+            num_kv_heads=1,
+            head_size=size,
+            dtype=torch.int32,
+            cache_dtype_str=cache_dtype,
+        )
+        for layer in names
+        for name, size, cache_dtype in (
+            (index_name(layer), INDEX_DIM, None),
+            (layer, 2 * HEADS * DIM, "auto"),
+        )
+    }
+    config = vllm_config(extra=None, num_blocks=num_blocks)
+    if hasattr(config.cache_config, "get_resolved_kv_cache_layout"):
+        config.cache_config.kv_cache_layout = order
+    size = sum(spec.page_size_bytes for spec in specs.values())
+    return get_kv_cache_config_from_groups(
+        config, get_kv_cache_groups(config, specs), num_blocks * size
     )
 
 

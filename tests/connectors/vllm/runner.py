@@ -33,9 +33,15 @@ def layer_names(group: int) -> list[str]:
     return [f"model.layers.{group * LAYERS + layer}.mixer" for layer in range(LAYERS)]
 
 
-LAYOUTS = ("flash", "flash_heads_first", "infer", "latent", "kernel_blocks")
+def index_name(name: str) -> str:
+    """Return the name of the layer that has the index keys of a layer of sparse attention."""
+    return name.replace(".attn", ".indexer.k_cache")
+
+
+LAYOUTS = ("flash", "flash_heads_first", "infer", "latent", "indexed", "kernel_blocks")
 SHARED_LAYOUTS = ("infer", "kernel_blocks")  # layers of all kinds of groups can share a tensor
 HEADS, DIM = 2, 2
+INDEX_DIM = 3  # of index keys, so that their pages are smaller
 
 
 def make_kv_cache(layout: str, num_blocks: int, block_tokens: int) -> torch.Tensor:
@@ -47,7 +53,7 @@ def make_kv_cache(layout: str, num_blocks: int, block_tokens: int) -> torch.Tens
         return cache.permute(0, 1, 3, 2, 4)
     if layout == "infer":
         return torch.zeros((num_blocks, 2, block_tokens, HEADS, DIM), dtype=torch.int32)
-    if layout == "latent":
+    if layout in ("latent", "indexed"):
         return torch.zeros((num_blocks, block_tokens, 2 * HEADS * DIM), dtype=torch.int32)
     assert layout == "kernel_blocks"  # two blocks of the kernel per block of the scheduler
     return torch.zeros((num_blocks * 2, 2, block_tokens // 2, HEADS, DIM), dtype=torch.int32)
@@ -64,8 +70,17 @@ class LayerCache:
             view = view.permute(1, 2, 0, 3, 4)  # blocks, tokens, kv, heads, dim
         elif layout in ("infer", "kernel_blocks"):
             view = view.permute(0, 2, 1, 3, 4)
-        self._view: NDArray[np.int32] = view.numpy()
-        self._tokens_per_row = self._view.shape[1]
+        self._views: list[NDArray[np.int32]] = [view.numpy()]
+        self._tokens_per_row = view.shape[1]
+        self._index: torch.Tensor | None = None
+        if layout == "indexed":
+            self._index = torch.zeros((num_blocks, block_tokens, INDEX_DIM), dtype=torch.int32)
+            self._views.append(self._index.numpy())
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of the layer of this name, and of its index keys."""
+        index = {} if self._index is None else {index_name(name): self._index}
+        return index | {name: self.tensor}
 
     def _rows(self, table: list[int], positions: NDArray[np.int64]) -> Any:
         slots = np.asarray(table)[positions // self._block_tokens] * self._block_tokens
@@ -74,18 +89,23 @@ class LayerCache:
 
     def write(self, table: list[int], position: int, value: int, rank: int) -> None:
         row, token = self._rows(table, np.array([position]))
-        target = self._view[row[0], token[0]]
-        target[...] = (value ^ (rank << 20)) + np.arange(target.size).reshape(target.shape)
+        first = value ^ (rank << 20)
+        for view in self._views:
+            target = view[row[0], token[0]]
+            target[...] = first + np.arange(target.size).reshape(target.shape)
+            first += target.size
 
     def read(self, table: list[int], first: int, end: int, rank: int) -> NDArray[np.int64]:
         """Return the KV of positions; values that do not belong together become noise."""
         row, token = self._rows(table, np.arange(first, end))
-        return _verified(self._view[row, token].reshape(end - first, -1), rank)
+        values = [view[row, token].reshape(end - first, -1) for view in self._views]
+        return _verified(np.concatenate(values, axis=1), rank)
 
     def zero(self, block: int) -> None:
         """Set all bytes of a block to 0, as vLLM does with new blocks."""
         rows = self._block_tokens // self._tokens_per_row
-        self._view[block * rows : (block + 1) * rows] = 0
+        for view in self._views:
+            view[block * rows : (block + 1) * rows] = 0
 
 
 class StateCache:
@@ -100,10 +120,14 @@ class StateCache:
         self._block_tokens = block_tokens
         size = pages.shape[1]
         # As vLLM gives it to connectors: tensors that follow each other in the page.
-        self.tensor = [
+        self._tensors = [
             torch.as_strided(pages, (num_blocks, 3), (size, 1), 0),
             torch.as_strided(pages, (num_blocks, size - 3), (size, 1), 3),
         ]
+
+    def tensors(self, name: str) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors of the layer of this name."""
+        return {name: self._tensors}
 
     def write(self, table: list[int], position: int, value: int, rank: int) -> None:
         row = self._rows[table[position // self._block_tokens]]
@@ -175,9 +199,10 @@ class Runner:
         }
         self.main_layers = layer_names(0)
         self.kv_caches = {
-            name: cache.tensor
+            name: tensor
             for group, caches in enumerate(self._groups)
-            for name, cache in zip(layer_names(group), caches, strict=True)
+            for layer, cache in zip(layer_names(group), caches, strict=True)
+            for name, tensor in cache.tensors(layer).items()
         }
         self.requests: dict[str, RunningRequest] = {}
         self.graph_mode = CUDAGraphMode.NONE

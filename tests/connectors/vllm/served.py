@@ -229,6 +229,7 @@ class ServedModel:
         extra: ``kv_connector_extra_config``; None to serve without the connector.
         arguments: further arguments of the server.
         beside: connectors of a MultiConnector that precede aiokv's.
+        faults: copies of aiokv fail while this file exists; None for no faults.
 
     Attributes:
         lines: output of the processes.
@@ -240,6 +241,7 @@ class ServedModel:
         extra: dict[str, Any] | None,
         *arguments: str,
         beside: Sequence[dict[str, Any]] = (),
+        faults: Path | None = None,
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -259,6 +261,11 @@ class ServedModel:
                 transfer |= connectors_of([*beside, aiokv_connector(extra)])
             else:
                 transfer |= aiokv_connector(extra)
+            if faults is not None:
+                transfer |= {
+                    "kv_connector": "FaultyConnector",
+                    "kv_connector_module_path": "tests.connectors.vllm.faulty",
+                }
             self._command += ["--kv-transfer-config", json.dumps(transfer)]
         self._environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
@@ -269,6 +276,7 @@ class ServedModel:
             "VLLM_LOGGING_LEVEL": "DEBUG",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+            "AIOKV_TEST_FAULTS": str(faults),
         }
         self.lines: list[str] = []
         self._changed = threading.Condition()

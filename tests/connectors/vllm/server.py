@@ -10,7 +10,11 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
@@ -34,7 +38,7 @@ def make_stages(runners: list[Runner]) -> None:
         runner.rank = 0  # in the values
         runner.caches = caches
         runner.main_layers = [LAYER_NAMES[stage]]
-        runner.kv_caches = {LAYER_NAMES[stage]: caches[stage].tensor}
+        runner.kv_caches = caches[stage].tensors(LAYER_NAMES[stage])
 
 
 class Server:
@@ -69,7 +73,7 @@ class Server:
             kv_cache_config(layout, num_blocks, names=runner.main_layers, kinds=kinds)
             for runner in self.runners
         ]
-        cache_config = cache_configs[0]  # as vLLM gives its scheduler
+        cache_config = generate_scheduler_kv_cache_config(cache_configs)
         drafts = config.speculative_config
         if drafts is not None and drafts.method == "eagle":
             for runner in self.runners:

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 import msgspec
 import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -20,11 +21,18 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from aiokv.connectors.vllm import compat
+from aiokv.connectors.vllm import compat, opening
 from aiokv.connectors.vllm.groups import BlockTables, KVGroups
+from aiokv.connectors.vllm.options import Options
 from aiokv.errors import ConfigError, TransferError
-from tests.connectors.vllm.configs import BLOCK_TOKENS, kv_cache_config, vllm_config
-from tests.connectors.vllm.model import VOCABULARY, WINDOW, generate
+from tests.connectors.vllm.configs import (
+    BLOCK_TOKENS,
+    indexed_config,
+    kv_cache_config,
+    vllm_config,
+)
+from tests.connectors.vllm.model import LAYERS, VOCABULARY, WINDOW, generate
+from tests.connectors.vllm.runner import DIM, HEADS, INDEX_DIM
 from tests.connectors.vllm.server import Server
 from tests.connectors.vllm.test_random_serving import use_device
 from tests.harness.flaky import Faults, FlakyDevice
@@ -322,6 +330,21 @@ def test_layers_of_a_group_are_part_of_the_key_in_stores() -> None:
     assert KVGroups.of(kv_cache_config("infer", 40)).layout_prefix(0) == ""
 
 
+@pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
+def test_host_blocks_of_all_layers_fit_the_given_memory(order: str) -> None:
+    """Of this group, vLLM describes to its scheduler the index keys, whose pages are smaller."""
+    workers = indexed_config(40, order=order)
+    scheduler = generate_scheduler_kv_cache_config([workers])
+    spec = scheduler.kv_cache_groups[0].kv_cache_spec
+    assert type(workers.kv_cache_groups[0].kv_cache_spec) is not type(spec)
+    block_bytes = LAYERS * BLOCK_TOKENS * (2 * HEADS * DIM + INDEX_DIM) * 4
+    assert KVGroups.of(workers).block_bytes == block_bytes
+    assert KVGroups.of(scheduler).block_bytes == block_bytes > 4 * spec.page_size_bytes
+    options = Options.parse({"cpu_bytes_to_use": 100 * block_bytes + 1})
+    host_blocks = opening.cache_config(vllm_config(extra=HOST), scheduler, options).host_blocks
+    assert host_blocks == 100
+
+
 _PLAIN: dict[str, Any] = {
     "block_size": 4,
     "num_kv_heads": 1,
@@ -378,5 +401,5 @@ def groups_of(specs: list[Any]) -> KVGroups:
         SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{i}"])
         for i, spec in enumerate(specs)
     ]
-    config: Any = SimpleNamespace(kv_cache_groups=groups, num_blocks=8)
+    config: Any = SimpleNamespace(kv_cache_groups=groups, num_blocks=8, kv_cache_tensors=[])
     return KVGroups.of(config)

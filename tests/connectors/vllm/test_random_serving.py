@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 STEPS = 3_000 if os.environ.get("AIOKV_DEEP") else 400
 
+# Host memory that evicts. With 64 device blocks, vLLM's own hit is never shorter than that of these
+# host blocks, so nothing would be loaded: of 193 requests, 34 of 45 hits in host memory were equal.
+SMALL_HOST: dict[str, Any] = {"host_blocks": 30, "device_blocks": 32}
+
 MODES: dict[str, dict[str, Any]] = {
     "async loads": {},
     "async scheduling": {"async_scheduling": True},
@@ -35,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     "no prefix cache": {"prefix_caching": False},
     "no prefix cache, async scheduling": {"prefix_caching": False, "async_scheduling": True},
     "drafts": {"num_drafts": 3},
-    "small host": {"host_blocks": 30},
+    "small host": SMALL_HOST,
     "selective": {"write_policy": "nth_use:2"},
     "layerwise, async scheduling": {"load": "layerwise", "async_scheduling": True},
     "flaky": {"flaky": True},
@@ -114,7 +118,7 @@ MODES: dict[str, dict[str, Any]] = {
     "windows only": {"kinds": ("window",)},
     "windows only, async scheduling": {"kinds": ("window",), "async_scheduling": True},
     "windows only, slow": {"kinds": ("window",), "slow": True, "fail_share": 0.0},
-    "windows only, small host": {"kinds": ("window",), "host_blocks": 30},
+    "windows only, small host": {"kinds": ("window",), **SMALL_HOST},
     "windows only, sockets": {"kinds": ("window",), "in_process": False},
     "full and windows": {"kinds": ("full", "full", "window")},
 }
@@ -146,7 +150,7 @@ STATE_MODES: dict[str, dict[str, Any]] = {
     },
     "state only": {"kinds": ("state",)},
     "all groups": {"kinds": ("full", "full", "window", "state")},
-    "all groups, small host": {"kinds": ("full", "full", "window", "state"), "host_blocks": 30},
+    "all groups, small host": {"kinds": ("full", "full", "window", "state"), **SMALL_HOST},
 }
 if compat.CAN_LOAD_STATES:
     MODES |= STATE_MODES
@@ -218,7 +222,7 @@ class Walk:
                 "wait_all",
                 lambda load, *args: moved(load) and wait_all(load, *args),
             )
-        num_blocks = self.rng.choice([32, 40, 64])
+        num_blocks = options.pop("device_blocks", None) or self.rng.choice([32, 40, 64])
         num_blocks += sum({"full": 32, "window": 12, "state": 4}[kind] for kind in self.kinds[1:])
         config = vllm_config(extra=extra, num_blocks=num_blocks, **options)
         self.server = Server(
@@ -332,11 +336,12 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             walk.check()
         walk.finish()
         walk.check()
-        assert walk.server.num_loaded > 0 or mode == "small host", "nothing was loaded"
+        assert walk.server.num_loaded > 0, "nothing was loaded"
         if "layerwise, async scheduling" in mode:
             assert walk.num_step_waits > 0
+        if "slow" in mode:
+            assert walk.num_beside > 0
         if "slow, layerwise" in mode:
             assert walk.num_in_step > 0
-            assert walk.num_beside > 0
     finally:
         walk.close()

@@ -279,6 +279,56 @@ def test_answers_of_other_groups_are_exact_after_a_kill_and_damage(
         assert server.found(r"WARNING.*(store\.wrong_block|blocks were wrong)")
 
 
+def test_recurrent_state_is_refused_by_versions_that_let_no_connector_load_it(
+    tmp_path: Path,
+) -> None:
+    import vllm
+
+    from aiokv.connectors.vllm import compat
+
+    if compat.CAN_LOAD_STATES:
+        pytest.skip("this version serves it")
+    if vllm.__version__.startswith("0.22"):
+        pytest.skip("it cannot read the configuration of the model")
+    model = FAMILIES["Qwen3-Next"].write(tmp_path / "model")
+    with ServedModel(model, {"host_gib": 0.125}, *FAMILIES["Qwen3-Next"].arguments) as server:
+        assert server.wait_end() != 0
+        assert server.found("recurrent state, which this version of vLLM lets no connector load")
+
+
+@pytest.mark.parametrize("write", [write_model, write_windowed_model])
+def test_answers_are_exact_after_failed_loads(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    from aiokv.connectors.vllm import compat
+
+    model = write(tmp_path / "model")
+    arguments = ("--num-gpu-blocks-override", "400")
+    with ServedModel(model, None, *arguments) as server:
+        server.wait_ready()
+        expected = tokens_of(answers_of(server))
+    faults = tmp_path / "faults"
+    extra = {"host_gib": 0.125, "follow_resets": False}
+    with ServedModel(model, extra, *arguments, faults=faults) as server:
+        server.wait_ready()
+        assert tokens_of(answers_of(server)) == expected
+        server.wait_until(lambda: server.blocks_moved("offload") >= ALL_BLOCKS, "the copies")
+        server.forget_device_blocks()
+        faults.touch()
+        if write is write_windowed_model and not compat.CAN_FAIL_REQUESTS:
+            with pytest.raises(httpx.HTTPError):
+                server.complete(prompt(SEEDS[0], TOKENS))
+            assert server.found("this version of vLLM cannot compute it again with several")
+            return
+        assert tokens_of(answers_of(server)) == expected
+        server.wait_until(lambda: server.metric("vllm:aiokv_failed_blocks_total") > 0, "failures")
+        faults.unlink()
+        server.forget_device_blocks()
+        again = answers_of(server)
+        assert tokens_of(again) == expected
+        assert all(answer.cached for answer in again), "blocks that did not fail are still there"
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

@@ -7,6 +7,7 @@ import gc
 import random
 import stat
 import sys
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,9 +45,11 @@ from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.worker import WorkerHalf
+from aiokv.engine.leases import Leases
 from aiokv.errors import BrokenEngineError, ConfigError, TransferError
 from aiokv.events import schema
 from aiokv.sync import SyncEngine, SyncLayers
+from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.testing.manual import ManualEvent
 from tests.connectors.vllm.configs import BLOCK_TOKENS, kv_cache_config, vllm_config
 from tests.connectors.vllm.model import VOCABULARY, generate
@@ -56,6 +59,7 @@ from tests.harness.flaky import FlakyDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
     from aiokv.worker.arena import HostArena
 
     MakeServer = Callable[..., Server]
+    HoldEngine = Callable[[Server], tuple[threading.Event, Future[bool]]]
 
 HOST = {"cpu_bytes_to_use": 1 << 20, "follow_resets": False}
 
@@ -108,6 +113,7 @@ def evict_all(server: Server) -> None:
     """Empty vLLM's own cache, after all saves have ended."""
     server.run()
     flood(server)
+    server.drain()
     assert server.scheduler.kv_cache_manager.reset_prefix_cache()
 
 
@@ -121,6 +127,12 @@ def evicted_prompt(server: Server, num_tokens: int) -> list[int]:
     server.add("a", tokens, num_tokens)
     evict_all(server)
     return tokens
+
+
+def num_leases(server: Server) -> int:
+    """Return the number of leases, after all calls of the connector so far."""
+    engine = server.connector.engine
+    return int(engine.call(engine.statistics).leases)
 
 
 def serve_and_check(server: Server, name: str, tokens: list[int], num_tokens: int) -> Request:
@@ -331,15 +343,37 @@ def test_load_has_the_priority_of_its_request(
     assert priorities == [7]
 
 
+def test_label_of_a_request_is_that_of_its_release(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+    release = Leases.release
+
+    def note(leases: Leases, *args: Any, returns: str = "", **options: Any) -> None:
+        labels.append(returns)
+        release(leases, *args, returns=returns, **options)
+
+    monkeypatch.setattr(Leases, "release", note)
+    server = make_server()
+    server.add("a", prompt(1, 20), 2, sampling_params=_wishing(2, returns="tool_use"))
+    server.run()
+    for name in "bc":  # the match of "c" follows the release of "b"
+        server.add(name, prompt(ord(name), 20), 2)
+        server.run()
+    assert labels[:2] == ["tool_use", ""]
+
+
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
         ([], "is []; it must be an object"),
-        ({"reed": False}, "keys of read, write, max_load_tokens, load_priority"),
+        ({"reed": False}, "keys of read, write, max_load_tokens, load_priority, returns"),
         ({"write": "no"}, "write is 'no'"),
         ({"max_load_tokens": -1}, "max_load_tokens is -1"),
         ({"max_load_tokens": 1.5}, "max_load_tokens is 1.5"),
         ({"load_priority": None}, "load_priority is None"),
+        ({"returns": 3}, "returns is 3"),
+        ({"returns": "a" * 65}, "returns has 65 characters"),
     ],
 )
 def test_request_with_wrong_parameters_is_neither_loaded_nor_saved(
@@ -410,6 +444,73 @@ def test_hits_are_loaded_when_the_user_turns_vllms_prefix_cache_off(
     for name, loaded in (("a", 0), ("b", 40)):
         request = serve_and_check(server, name, tokens, 2)
         assert server.loaded(request) == loaded
+
+
+@pytest.fixture
+def hold_engine() -> Iterator[HoldEngine]:
+    """Let the engine's thread wait for an event; return the event, and the future of the wait."""
+    gates: list[threading.Event] = []
+
+    def hold(server: Server) -> tuple[threading.Event, Future[bool]]:
+        gate = threading.Event()
+        gates.append(gate)
+        return gate, server.connector.engine.submit(gate.wait, PATIENCE_SECONDS)
+
+    yield hold
+    for gate in gates:
+        gate.set()
+
+
+def compute_prompt(server: Server, request: Request) -> None:
+    """Run steps until a request has its first token."""
+    while not request.num_output_tokens:
+        server.step()
+
+
+def test_steps_do_not_wait_for_their_commits(
+    make_server: MakeServer, hold_engine: HoldEngine
+) -> None:
+    server, tokens = make_server(), prompt(1, 41)
+    compute_prompt(server, server.add("a", tokens, 12))
+    gate, held = hold_engine(server)
+    for _ in range(3):  # the third one completes a block of 4 positions
+        server.step()
+    assert not held.done()
+    gate.set()
+    evict_all(server)
+    assert server.outputs["a"] == generate(tokens, 0, 12)
+    again = serve_and_check(server, "b", tokens + server.outputs["a"], 1)
+    assert server.loaded(again) == 52  # of 52 computed positions
+
+
+def test_blocks_are_not_written_before_the_engine_has_released_them(
+    make_server: MakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    hold_engine: HoldEngine,
+) -> None:
+    server, tokens = make_server(num_blocks=16), prompt(1, 41)
+    request = server.add("a", tokens, 2)
+    compute_prompt(server, request)
+    gate, _ = hold_engine(server)
+    server.step()  # the last one of "a", whose blocks vLLM frees
+    assert request.is_finished()
+    waits: list[bool] = []
+    wait_idle = HostCache.wait_idle
+
+    def wait(cache: HostCache, idle: Future[None], timeout: float) -> None:
+        waits.append(idle.done())
+        gate.set()
+        wait_idle(cache, idle, timeout)
+
+    monkeypatch.setattr(HostCache, "wait_idle", wait)
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+    other = prompt(2, 57)  # needs all blocks
+    server.add("b", other, 2, sampling_params=_wishing(2, read=False, write=False))
+    server.run()
+    assert waits[:1] == [False]
+    assert server.outputs["b"] == generate(other, 0, 2)
+    again = serve_and_check(server, "c", tokens, 1)
+    assert server.loaded(again) == 40
 
 
 def test_aborted_load_frees_its_blocks_when_it_has_ended(
@@ -787,7 +888,8 @@ def test_server_goes_on_without_a_lost_rank(make_server: MakeServer) -> None:
     server.runners[1].connector.shutdown()
     request = serve_and_check(server, "b", tokens, 4)
     assert server.outputs["running"] == generate(prompt(2, 30), 0, 20)
-    evict_all(server)
+    flood(server)
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()  # no save is left to wait for
     request = serve_and_check(server, "c", tokens, 4)
     assert server.loaded(request) == server.loaded(running) == 0
     assert server.connector.get_kv_connector_stats().reduce()["usable"] == 0
@@ -930,7 +1032,7 @@ def test_request_that_vllm_has_no_room_for_is_matched_once(
     server.run()
     assert server.loaded(waiting) == 40
     assert server.outputs["waiting"] == generate(tokens, 0, 2)
-    assert server.connector.engine.statistics().leases == 0
+    assert num_leases(server) == 0
 
 
 def test_waiting_request_is_matched_anew_after_a_while(
@@ -983,11 +1085,11 @@ def test_request_that_vllm_no_longer_asks_for_keeps_no_blocks(
     server = make_server(num_blocks=24)
     tokens = evicted_prompt(server, 1)
     _, waiting = _occupied(server, tokens)
-    leases = server.connector.engine.statistics().leases
+    leases = num_leases(server)
     server.scheduler.waiting.remove_request(waiting)  # as behind a request of higher priority
     server.step()
     server.step()
-    assert server.connector.engine.statistics().leases == leases - 1
+    assert num_leases(server) == leases - 1
     server.scheduler.waiting.prepend_request(waiting)
     server.run()
     assert server.loaded(waiting) == 40
