@@ -3,6 +3,14 @@
 ``CacheEngine`` is what a serving loop awaits; ``aiokv/README.md`` is the map of the rest.
 """
 
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("aiokv._native") is None:  # Python runs in a clone in which nothing was built
+    raise ImportError(
+        f"the compiled module aiokv._native is missing from {__path__[0]}. In a clone, run "
+        "'make setup' and use .venv/bin/python; after 'pip install .', run Python in another folder"
+    )
+
 from aiokv import devices as devices
 from aiokv import errors as errors
 from aiokv import statistics as statistics
