@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aiokv.engine.speed import PrefillSpeed
-from aiokv.testing import ManualDevice, ManualEvent, spin
+from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 pytestmark = pytest.mark.asyncio
@@ -106,7 +106,7 @@ async def test_step_in_a_stream_is_measured_at_the_end_of_its_event(noted):
         await spin()
         assert noted == []
         event.complete()
-        await spin(5)
+        await run_until_idle(lambda: bool(noted))
         assert noted == [len(A)]
         lease.release()
         cache.engine.step()
