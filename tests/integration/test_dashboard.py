@@ -1,4 +1,4 @@
-"""Dashboard, alert rules and documented expressions, evaluated by a real Prometheus server.
+"""Dashboards, alert rules and documented expressions, evaluated by a real Prometheus server.
 
 The server scrapes an engine that uses all its parts: both tiers, a store, a peer, quotas and
 preemption. Each expression must then have a finite result.
@@ -6,6 +6,7 @@ preemption. Each expression must then have a finite result.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import math
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from aiokv import Lease
 
 DASHBOARD = json.loads((files("aiokv.observe") / "grafana.json").read_text())
+VLLM_DASHBOARD = json.loads((files("aiokv.observe") / "grafana-vllm.json").read_text())
 ALERTS = Path(str(files("aiokv.observe") / "alerts.yml"))
 ROOT = Path(__file__).parents[2]
 ALERT_TESTS = ROOT / "tests" / "data" / "alert_tests.yml"
@@ -55,13 +57,13 @@ needs_prometheus = pytest.mark.skipif(
 )
 
 
-def entries() -> list[dict[str, Any]]:
+def entries(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows and panels in order; a closed row has its panels inside."""
-    return [each for entry in DASHBOARD["panels"] for each in (entry, *entry.get("panels", ()))]
+    return [each for entry in dashboard["panels"] for each in (entry, *entry.get("panels", ()))]
 
 
-def panels() -> list[dict[str, Any]]:
-    return [panel for panel in entries() if panel["type"] != "row"]
+def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in entries(dashboard) if panel["type"] != "row"]
 
 
 def documented() -> dict[str, str]:
@@ -73,19 +75,42 @@ def documented() -> dict[str, str]:
 
 
 def expressions() -> dict[str, str]:
-    """Return the expressions of the dashboard by panel, with the values of its variables."""
+    """Return the expressions of the dashboards by panel, with the values of their variables."""
     found = {}
     engine = ""
-    for panel in entries():
+    for panel in entries(DASHBOARD) + entries(VLLM_DASHBOARD):
         if panel["type"] == "row":
             engine = ENGINES.get(panel["title"], "decode")
             continue
         for target in panel["targets"]:
-            text = target["expr"].replace("$__rate_interval", RANGE)
-            text = text.replace("$engine", engine).replace("$instance", ".*")
+            text = target["expr"].replace("$__rate_interval", RANGE).replace("$engine", engine)
+            text = text.replace("$instance", ".*").replace("$model", ".*")
             assert "$" not in text, text
             found[f"{panel['title']} {target['refId']}"] = text
     return found
+
+
+def vllm_metrics() -> list[str]:
+    """Return the names of the connector's metrics, read without vLLM."""
+    tree = ast.parse((ROOT / "aiokv/connectors/vllm/statistics.py").read_text())
+    texts: dict[str, dict[str, str]] = {
+        node.target.id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Dict)
+    }
+    counters = [f"vllm:aiokv_{name}_total" for name in texts["COUNTERS"]]
+    return counters + [f"vllm:aiokv_{name}" for name in texts["GAUGES"]]
+
+
+def vllm_page(value: int) -> str:
+    """Return a page of a vLLM server on which each counter has the same value."""
+    own = ["vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total"]
+    lines = [f'{name}{{model_name="m",engine="0"}} {value}' for name in own + vllm_metrics()]
+    bucket = "vllm:time_to_first_token_seconds_bucket"
+    lines += [f'{bucket}{{model_name="m",engine="0",le="{le}"}} {value}' for le in ("1", "+Inf")]
+    return "\n".join([*lines, ""])
 
 
 # --- an engine that does everything ---------------------------------------------------------------
@@ -179,11 +204,15 @@ class Decode:
 
 
 class Scraped:
-    """A page of metrics, and a Prometheus server that scrapes it each second."""
+    """A page of metrics, and a Prometheus server that scrapes it each second.
+
+    The page has those of the engines, and those of a vLLM server, which grow by one per scrape.
+    """
 
     def __init__(self, engines: dict[str, CacheEngine], folder: Path) -> None:
         self.engines = engines
         self._folder = folder
+        self._answers = 0
         self._scraped = asyncio.Event()
         self._client = httpx.AsyncClient(timeout=PATIENCE_SECONDS)
         self._server = Server(self._command, folder / "log", is_ready=self._is_ready)
@@ -232,7 +261,8 @@ class Scraped:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        body = exposition(self.engines).encode()
+        self._answers += 1
+        body = (exposition(self.engines) + vllm_page(self._answers)).encode()
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         await writer.drain()
@@ -326,7 +356,7 @@ def test_the_dashboard_has_a_row_for_each_part():
     assert [*rows] == [
         "Hit rate by tier", "Occupancy", "Transfers", "Waits", "Leases", "Poller", *closed,
     ]  # fmt: skip
-    ids = [panel["id"] for panel in entries()]
+    ids = [panel["id"] for panel in entries(DASHBOARD)]
     assert len(ids) == len(set(ids))
     for shown in (DASHBOARD["panels"], *(row["panels"] for row in rows.values())):
         places = [tuple(panel["gridPos"].values()) for panel in shown]
@@ -335,18 +365,29 @@ def test_the_dashboard_has_a_row_for_each_part():
     assert [title for title, row in rows.items() if row["collapsed"]] == closed
     assert all(bool(row["panels"]) == row["collapsed"] for row in rows.values())
     assert DASHBOARD["panels"][-len(closed) :] == [rows[title] for title in closed]
-    assert all(panel["description"].endswith(".") for panel in panels())
+    assert all(panel["description"].endswith(".") for panel in panels(DASHBOARD))
     assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {
         "datasource", "instance", "engine",
     }  # fmt: skip
 
 
-def test_dashboard_and_alerts_name_metrics_that_exist():
+def test_dashboard_of_vllm_shows_each_metric_of_the_connector():
+    shown = re.findall(r"vllm:aiokv_\w+", " ".join(expressions().values()))
+    assert set(shown) == set(vllm_metrics())
+    ids = [panel["id"] for panel in entries(VLLM_DASHBOARD)]
+    places = [tuple(panel["gridPos"].values()) for panel in entries(VLLM_DASHBOARD)]
+    assert len(set(ids)) == len(ids) == len(set(places))
+    assert all(panel["description"].endswith(".") for panel in panels(VLLM_DASHBOARD))
+
+
+def test_dashboards_and_alerts_name_metrics_that_exist():
     text = exposition(engine_with(filled_records()))
     known = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
     known |= {f"{name}_{end}" for name in known for end in ("bucket", "count", "sum")}
-    used = set(re.findall(r"aiokv_\w+", " ".join(expressions().values()) + ALERTS.read_text()))
-    assert used - known == set()
+    used = set(
+        re.findall(r"(?:vllm:)?aiokv_\w+", " ".join(expressions().values()) + ALERTS.read_text())
+    )
+    assert used - known - set(vllm_metrics()) == set()
 
 
 @needs_prometheus

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
 import httpx
@@ -120,6 +122,9 @@ def test_answers_are_exact_after_restarts_kills_and_damage(
         restarted = answers_of(server)
         assert tokens_of(restarted) == expected
         assert [answer.cached for answer in restarted] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
+        dashboard = (files("aiokv.observe") / "grafana-vllm.json").read_text()
+        for name in set(re.findall(r"vllm:\w+", dashboard)):
+            server.metric(name)  # fails for a name that is not on the page
         server.stop()
 
     damage(folder / "segment-00000")
