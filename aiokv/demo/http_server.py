@@ -146,7 +146,7 @@ class Scheduler:
 
     @asynccontextmanager
     async def admit(
-        self, prompt: list[int], max_tokens: int, *, salt: str = "", name: str = ""
+        self, prompt: list[int], max_tokens: int, *, salt: str = "", name: str = "", label: str = ""
     ) -> AsyncIterator[Request]:
         """Wait for capacity, and compute the request until the block ends.
 
@@ -165,6 +165,7 @@ class Scheduler:
             finally:
                 request.has_left = True
                 self._stop(request)
+            lease.release(returns=label)  # not after an error
 
     async def tokens(self, request: Request) -> AsyncIterator[int]:
         """Yield the tokens of the answer as they are generated."""
@@ -417,9 +418,12 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
         try:
+            label = dict(scope["headers"]).get(b"x-aiokv-returns", b"").decode("latin-1")
+            if len(label) > 64:
+                raise RequestError(f"X-Aiokv-Returns has {len(label)} characters; at most 64")
             body, prompt, limit = await self._request(receive)
             async with cancelled_on_disconnect(receive):
-                await self._answer(body, prompt, limit, reply)
+                await self._answer(body, prompt, limit, label, reply)
         except ClientStalled:
             pass  # uvicorn closes the connection of an answer that is incomplete
         except RequestError as error:
@@ -452,7 +456,7 @@ class Endpoint:
         return body, prompt, limit
 
     async def _answer(
-        self, body: Completion | Chat, prompt: list[int], limit: int, reply: Reply
+        self, body: Completion | Chat, prompt: list[int], limit: int, label: str, reply: Reply
     ) -> None:
         name, text, pieces = f"{body.id_prefix}-{uuid4().hex}", Text(self._model), list[str]()
         head = {"id": name, "object": body.object_names[body.stream], "created": int(time.time())}
@@ -462,8 +466,8 @@ class Endpoint:
             content = body.content(text, is_first=not reply.is_stream)
             return head | {"choices": [{"index": 0, **content, "finish_reason": reason}]}
 
-        admission = self._scheduler.admit(prompt, limit, salt=body.cache_salt, name=name)
-        async with admission as request:
+        salt, admit = body.cache_salt, self._scheduler.admit
+        async with admit(prompt, limit, salt=salt, name=name, label=label) as request:
             async for token in self._scheduler.tokens(request):
                 piece = text.add(token)
                 if not body.stream:

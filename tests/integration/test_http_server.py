@@ -176,6 +176,24 @@ async def test_the_next_turn_of_a_conversation_hits_the_generated_tokens(model):
 
 
 @pytest.mark.asyncio
+async def test_the_label_of_a_header_is_that_of_the_release(model, monkeypatch):
+    labels, release = [], aiokv.Lease.release
+    monkeypatch.setattr(
+        aiokv.Lease,
+        "release",
+        lambda lease, **given: labels.append(given.get("returns")) or release(lease, **given),
+    )
+    async with serving(model) as served:
+        body = {"prompt": "a" * 20, "max_tokens": 2}
+        for label, status in (("tool_use", 200), ("a" * 64, 200), ("a" * 65, 400)):
+            headers = {"X-Aiokv-Returns": label}
+            response = await served.client.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == status
+        assert "has 65 characters; at most 64" in response.text
+        assert [label for label in labels if label] == ["tool_use", "a" * 64]
+
+
+@pytest.mark.asyncio
 async def test_requests_of_another_salt_share_nothing(model):
     async with serving(model) as served:
         body = {"prompt": list(range(40)), "max_tokens": 1}

@@ -24,7 +24,7 @@ PARAMETERS: Final = "aiokv"  # key of the parameters of a request for this conne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Wishes of one request, ``kv_transfer_params["aiokv"]``.
+    """Wishes of one request: ``kv_transfer_params["aiokv"]``, or else an action of vLLM's KV hints.
 
     Attributes:
         read: False to load nothing.
@@ -69,7 +69,7 @@ class Parameters:
 
         A connector cannot refuse a request: an exception would end the server.
         """
-        values = (request.kv_transfer_params or {}).get(PARAMETERS)
+        values = (request.kv_transfer_params or {}).get(PARAMETERS, _hinted(request))
         if values is None:
             return NO_WISHES
         try:
@@ -80,6 +80,13 @@ class Parameters:
 
 
 NO_WISHES: Final = Parameters()
+
+
+def _hinted(request: Request) -> object:
+    """Return the payload of the ``aiokv`` action in vLLM's KV hints, from vLLM 0.32 on; or None."""
+    hints = getattr(request, "kv_hints", None)
+    actions = () if hints is None else hints.actions
+    return next((each.payload for each in actions if each.action_type == PARAMETERS), None)
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ from aiokv.connectors.vllm.blocks import FreedBlocks, VllmBlocks
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
+from aiokv.connectors.vllm.requests import Parameters
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.engine.leases import Leases
 from aiokv.errors import BrokenEngineError, ConfigError, TransferError
@@ -361,6 +362,24 @@ def test_label_of_a_request_is_that_of_its_release(
         server.add(name, prompt(ord(name), 20), 2)
         server.run()
     assert labels[:2] == ["tool_use", ""]
+
+
+def test_action_of_kv_hints_has_the_settings_of_a_request() -> None:
+    protocol = pytest.importorskip("vllm.v1.kv_hints.protocol", reason="vLLM 0.32 has KV hints")
+
+    def hinted(kind: str, payload: object) -> Parameters:
+        actions = [
+            protocol.KvHintAction("1", "other", "1", {}),
+            protocol.KvHintAction("2", kind, "1", payload),
+        ]
+        hints = protocol.KvHintsEnvelope("0.1", "m", actions)
+        return Parameters.of(
+            SimpleNamespace(kv_transfer_params=None, kv_hints=hints, request_id="r")
+        )
+
+    assert hinted("aiokv", {"returns": "tool_use"}).returns == "tool_use"
+    assert hinted("kv.retain", {"returns": "tool_use"}) == Parameters()
+    assert not hinted("aiokv", {"returns": 3}).read
 
 
 @pytest.mark.parametrize(
