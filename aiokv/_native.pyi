@@ -2,7 +2,7 @@
 Native core of aiokv: prefix index, block pools, block copies, file I/O.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import enum
 from typing import Annotated, overload
 
@@ -420,7 +420,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: SavePolicy = SavePolicy.NONE, write_uses: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, external_device: bool = False, splits_items: bool = False) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: SavePolicy = SavePolicy.NONE, write_uses: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, external_device: bool = False, splits_items: bool = False, shares: Mapping[str, float] = {}) -> None: ...
 
     def match(self, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -803,6 +803,24 @@ class Core:
 
     def unfinished_step(self) -> int:
         """Return the newest step that may still use blocks, or 0."""
+
+    def retain(self, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str, items: Sequence[tuple[bytes, int, int]], priority: int, end: int) -> int:
+        """
+        Evict the cached blocks of a prompt after others until end_retentions(end).
+        """
+
+    def demote(self, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str, items: Sequence[tuple[bytes, int, int]]) -> int:
+        """
+        Evict the last blocks of a prompt, which nothing else shares, before others.
+        """
+
+    def forget(self, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str, items: Sequence[tuple[bytes, int, int]]) -> int:
+        """Drop the last blocks of a prompt, which nothing else shares."""
+
+    def end_retentions(self, now: int) -> None: ...
+
+    def retained_blocks(self) -> dict[str, int]:
+        """Number of retained blocks that no lease uses, by context."""
 
     def evict_device(self, blocks: int) -> int: ...
 

@@ -70,12 +70,17 @@ def integer(
 
 
 def seconds(
-    name: str, value: object, *, error: type[AiokvError] = UsageError, minimum: float | None = None
+    name: str,
+    value: object,
+    *,
+    error: type[AiokvError] = UsageError,
+    minimum: float | None = None,
+    maximum: float = math.inf,
 ) -> float:
     """Return ``value`` as a float, which may be infinite.
 
     Raises:
-        AiokvError: of the class ``error``; not a number, NaN, or below ``minimum``.
+        AiokvError: of the class ``error``; not a number, NaN, or out of range.
     """
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -88,6 +93,8 @@ def seconds(
         raise error(f"{name} is nan; it must be a number of seconds")
     if minimum is not None and value < minimum:
         raise error(f"{name} is {value}; it must be at least {minimum} seconds")
+    if value > maximum:
+        raise error(f"{name} is {value}; it must be at most {maximum:g} seconds")
     return value
 
 

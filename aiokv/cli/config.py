@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,20 +91,19 @@ def _settings(settings: Settings) -> Iterator[tuple[str, Setting]]:
 
 def _lines(found: dict[str, Setting]) -> Iterator[str]:
     from aiokv.cli.toml import toml_lines
-    from aiokv.config.settings import WINDOWS
 
     if not {"device_blocks", "device_bytes"} & set(found):
         yield "# device_blocks is required and not set; aiokv size computes it"
     plain: dict[str, Any] = {
         name: "none" if setting.value is None else setting.value
         for name, setting in found.items()
-        if name != WINDOWS
+        if not isinstance(setting.value, Mapping)
     }
     texts = dict(zip(plain, toml_lines(plain), strict=True))
     width = max(map(len, texts.values()))
     for name, text in texts.items():
         yield f"{text:<{width}}  # {found[name].source}"
-    windows = found[WINDOWS]
-    if windows.value:
-        yield f"# windows: {windows.source}"
-        yield from toml_lines({WINDOWS: windows.value})
+    for name, setting in found.items():
+        if isinstance(setting.value, Mapping) and setting.value:
+            yield f"# {name}: {setting.source}"
+            yield from toml_lines({name: setting.value})

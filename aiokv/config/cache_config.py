@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ AdmissionOrder = Literal["arrival", "cached_first"]
 ADMISSION_ORDERS: Final[tuple[AdmissionOrder, ...]] = get_args(AdmissionOrder)
 STORE_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use", "write_back")
 StoreAdmission = Literal["all", "reused"]
+MAX_SHARES: Final = 4_095  # salts in CacheConfig.salt_shares
 _RENAMED_POLICIES = {"s3fifo": "adaptive"}
 _NOT_WITH_EXTERNAL_DEVICE: Final[
     tuple[tuple[str, object, str], ...]
@@ -159,6 +161,10 @@ class CacheConfig:
         windows: groups of sliding-window layers, by name; see ``lease.window_table``.
         salt_quota_blocks: device blocks that the leases of one salt may hold at a time; a shared
             block counts for each lease. None for no limit. ``extend`` may exceed the limit.
+        salt_shares: by salt, part of the cached blocks of each tier that is kept for it, above 0;
+            the sum is at most 1. Up to its share, cached blocks of the salt are evicted
+            for other salts only when no other block can be evicted. Other salts use what the salt
+            does not need, and beyond its share it competes with them.
         admission: order in which waiting requests of equal priority are granted. ``"arrival"``: the
             first that came. ``"cached_first"``: the largest share of the prompt that is cached, in
             steps of a tenth; among equal shares the fewest tokens to compute, in powers of two;
@@ -210,6 +216,7 @@ class CacheConfig:
     sentinel_state_slot: bool = False
     windows: Mapping[str, WindowGroup] = field(default_factory=dict, hash=False)
     salt_quota_blocks: int | None = None
+    salt_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     admission: AdmissionOrder = "arrival"
     max_overtake_seconds: float = 600.0
     max_running_leases: int | None = None
@@ -264,6 +271,7 @@ class CacheConfig:
         checks.choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES, ConfigError)
         if self.salt_quota_blocks is not None:
             _require_int("salt_quota_blocks", self.salt_quota_blocks, 1)
+        _check_shares(self.salt_shares)
         checks.choice("admission", self.admission, ADMISSION_ORDERS, ConfigError)
         checks.seconds(
             "max_overtake_seconds", self.max_overtake_seconds, error=ConfigError, minimum=0.0
@@ -422,6 +430,19 @@ def _require_int(name: str, value: object, minimum: int) -> None:
     if not isinstance(value, int):
         raise ConfigError(f"{name} is {value!r}; it must be an int")
     checks.integer(name, value, minimum=minimum, maximum=2**30 - 1, error=ConfigError)
+
+
+def _check_shares(shares: object) -> None:
+    hint = "salt_shares={'chat': 0.25}"
+    if not isinstance(shares, Mapping):
+        raise ConfigError(f"salt_shares is {shares!r}; it must be a mapping of salts", hint=hint)
+    if len(shares) > MAX_SHARES:
+        raise ConfigError(f"salt_shares has {len(shares)} salts; it must have at most {MAX_SHARES}")
+    for salt, share in shares.items():
+        checks.text("a salt of salt_shares", salt, ConfigError)
+        checks.positive(f"salt_shares[{salt!r}]", share, ConfigError)
+    if (total := math.fsum(shares.values())) > 1.0:
+        raise ConfigError(f"salt_shares has a sum of {total:g}; it must be at most 1", hint=hint)
 
 
 def _check_windows(windows: object, host_blocks: int, *, external: bool) -> None:

@@ -7,6 +7,7 @@ defaults. A setting keeps its source, so that an error names the line of the fil
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 import typing
@@ -51,11 +52,13 @@ _PARSERS: Final[dict[Any, Callable[[str], object]]] = {
     bool: lambda text: _BOOLEANS[text.lower()],
     int: int,
     float: float,
+    Mapping: json.loads,
 }
 _EXPECTED: Final[dict[Any, str]] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
+    Mapping: 'a table, as a variable in JSON: {"chat": 0.25}',
 }
 _UNSET: Final = object()
 _Config = TypeVar("_Config", bound=CacheConfig)
@@ -412,6 +415,8 @@ def _typed(name: str, value: Any, setting: Setting) -> Any:
         )
     if kind is float and not is_number:
         raise _error(setting, f"{name} is {checks.shown(value)}; it must be {_EXPECTED[float]}")
+    if kind is Mapping and not isinstance(value, Mapping):
+        raise _error(setting, f"{name} is {checks.shown(value)}; it must be {_EXPECTED[Mapping]}")
     if kind in (str, Literal) and not isinstance(value, str):
         raise _error(setting, f"{name} is {checks.shown(value)}; it must be a string")
     return value
@@ -444,11 +449,11 @@ def _bytes_hint(name: str, value: object) -> str:
 
 
 def _kind(name: str) -> Any:
-    """Return the type of a field, without None: int, float, bool, str or Literal."""
+    """Return the type of a field, without None: int, float, bool, str, Literal or Mapping."""
     hint = _hints().get(name, int)  # sizes in bytes are no fields
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
-    if typing.get_origin(hint) is Literal:
-        return Literal
+    if (origin := typing.get_origin(hint)) in (Literal, Mapping):
+        return origin
     return parts[0] if parts else hint
 
 

@@ -28,6 +28,7 @@ from aiokv.engine.peers import PeerTickets
 from aiokv.engine.pins import Pins
 from aiokv.engine.recording import TraceRecording, writer_for
 from aiokv.engine.recovery import Recovery
+from aiokv.engine.retention import Retention
 from aiokv.engine.sleeping import TIERS, Sleep
 from aiokv.engine.status import Status
 from aiokv.engine.steps import Steps
@@ -122,10 +123,17 @@ class CacheEngine(Unique):
         self._leases = Leases(parts, self._steps, computing, fetches, peer_tickets, expiries)
         self._batches = Batches(parts, self._leases, computing, expiries)
         self._pins = Pins(parts, self._leases, fetches)
+        self._retention = Retention(parts)
         self._control = Control(parts, peer_tickets)
         self._sleep = Sleep(parts, regions, self._control)
         self._lifecycle = Lifecycle(
-            parts, self._steps, computing, self._leases, self._recovery, peer_tickets, expiries
+            parts,
+            self._steps,
+            computing,
+            self._leases,
+            self._recovery,
+            peer_tickets,
+            (expiries, self._retention),
         )
         self._peer_tickets = peer_tickets
         self._status = Status(parts, self._sleep, peer_tickets)
@@ -242,6 +250,102 @@ class CacheEngine(Unique):
             ClosedError: the engine is closed.
         """
         return self._leases.would_hit(tokens, salt=salt, adapter=adapter, items=items)
+
+    # --- order of eviction ------------------------------------------------------------------------
+
+    def retain(
+        self,
+        tokens: TokenIds,
+        *,
+        seconds: float,
+        priority: int = 0,
+        salt: str = "",
+        adapter: str = "",
+        items: Sequence[Item] = (),
+    ) -> int:
+        """Evict the cached blocks of a prompt after all blocks that are not retained.
+
+        Unlike a pin, a retention refuses no memory to a request: when no other block can be
+        evicted, retained blocks are, the lowest priority first, and then those whose retention
+        ends first. A second call for the same blocks extends the retention or raises its priority.
+        The call covers full blocks of full attention on the device and in host memory; later blocks
+        of the session, its snapshots of recurrent state and its sliding windows are not covered.
+        Priorities and times are those of TensorRT-LLM's ``KvCacheRetentionConfig``.
+
+        Args:
+            tokens: ``[N]`` token ids, as for ``match``. Call after the commit of their blocks.
+            seconds: time from now, at most 86,400. The retention ends at most an eighth of the time
+                later, or one second; the blocks then count as used at that time.
+            priority: 0 to 3; blocks of higher priorities are evicted later.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+
+        Returns:
+            The number of retained tokens: the cached full blocks of the prompt.
+
+        Raises:
+            UsageError: an argument is wrong; or the call is made outside the engine's loop.
+            ClosedError: the engine is closed.
+        """
+        return self._retention.retain(
+            tokens, seconds=seconds, priority=priority, salt=salt, adapter=adapter, items=items
+        )
+
+    def demote(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        items: Sequence[Item] = (),
+    ) -> int:
+        """Evict the last cached blocks of a prompt before all other blocks, until their next use.
+
+        These are the blocks that only this prompt has: none that another cached prompt continues,
+        or that a lease or a transfer uses. So release the leases of the session first.
+
+        Args:
+            tokens: ``[N]`` token ids of the whole session, as for ``match``.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+
+        Returns:
+            The number of demoted tokens.
+
+        Raises:
+            UsageError: an argument is wrong; or the call is made outside the engine's loop.
+            ClosedError: the engine is closed.
+        """
+        return self._retention.demote(tokens, salt=salt, adapter=adapter, items=items)
+
+    def forget(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        items: Sequence[Item] = (),
+    ) -> int:
+        """Drop the last cached blocks of a prompt from the device and host memory.
+
+        For a session that has ended. The blocks are those of ``demote``; stores keep theirs.
+
+        Args:
+            tokens: ``[N]`` token ids of the whole session, as for ``match``.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+
+        Returns:
+            The number of dropped tokens.
+
+        Raises:
+            UsageError: an argument is wrong; or the call is made outside the engine's loop.
+            ClosedError: the engine is closed.
+        """
+        return self._retention.forget(tokens, salt=salt, adapter=adapter, items=items)
 
     # --- other engines ----------------------------------------------------------------------------
 

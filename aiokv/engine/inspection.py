@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, final
 
 import msgspec
@@ -122,6 +123,17 @@ class Inspection(Unique):
         Salts that hold none are absent; without ``salt_quota_blocks``, the dict is empty.
         """
         return self._read.quota_by_salt()
+
+    def retained_blocks_by_salt(self) -> dict[str, int]:
+        """Return the number of retained blocks that no lease uses, by salt. Any thread.
+
+        Blocks that stay for blocks below them are not counted. Takes time in proportion to the
+        number of retained prompts. Salts that have none are absent.
+        """
+        blocks: Counter[str] = Counter()
+        for context, number in self._read.retained_by_context().items():
+            blocks[split_context(context)[0]] += number
+        return dict(blocks)
 
     def dump(self) -> dict[str, object]:
         """Return the state of all leases, waiting lines and ranks as values that JSON can hold.

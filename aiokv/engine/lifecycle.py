@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
     from aiokv.engine.peers import PeerTickets
     from aiokv.engine.recovery import Recovery
+    from aiokv.engine.retention import Retention
     from aiokv.engine.steps import Steps
 
 log = Log(__name__)
@@ -52,7 +53,7 @@ class Lifecycle:
         leases: Leases,
         recovery: Recovery,
         peer_tickets: PeerTickets,
-        expiries: Expiries,
+        timers: tuple[Expiries, Retention],
     ) -> None:
         self._config = parts.config
         self._lifetime = parts.lifetime
@@ -69,7 +70,7 @@ class Lifecycle:
         self._leases = leases
         self._recovery = recovery
         self._peer_tickets = peer_tickets
-        self._expiries = expiries
+        self._timers = timers
         self._opened_at = 0.0
 
     async def open(self) -> None:
@@ -166,7 +167,8 @@ class Lifecycle:
         await self._worker.aclose()
         self._poller.close()
         lifetime.close(Phase.CLOSED)
-        self._expiries.close()
+        for timers in self._timers:
+            timers.close()
         self._peer_tickets.lose_all("the engine was closed")
         self._observers.close()
         self._dispatcher.end_idle_waits()

@@ -106,8 +106,14 @@ def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator
     yield Family("aiokv_failures_total", "counter", "Failures by kind.", failures)
 
 
+_RETAINED: Final = "Blocks of a salt that CacheEngine.retain keeps and no lease uses"
+
+
 def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator[Family]:
     """Yield the blocks of the largest salts, and the sum of the others."""
+    retained = engine.inspect.retained_blocks_by_salt()
+    if retained:
+        yield _by_salt("aiokv_salt_retained_blocks", _RETAINED, retained, salt_label)
     if engine.config.salt_quota_blocks is None:
         return
     yield _one(
@@ -117,14 +123,21 @@ def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> It
     )
     held = engine.inspect.device_blocks_by_salt()
     yield _one("aiokv_salts", "Salts whose leases hold device blocks.", len(held))
+    yield _by_salt(
+        "aiokv_salt_blocks", "Device blocks that the leases of a salt hold", held, salt_label
+    )
+
+
+def _by_salt(
+    name: str, text: str, held: dict[str, int], salt_label: Callable[[str], str]
+) -> Family:
     others = held.pop(OTHER_SALTS, 0)  # a salt with this name is counted with the others
     largest = sorted(held, key=lambda salt: (-held[salt], salt))[:MAX_SALTS]
     others += sum(held.values()) - sum(held[salt] for salt in largest)
-    yield Family(
-        "aiokv_salt_blocks",
+    return Family(
+        name,
         "gauge",
-        f"Device blocks that the leases of a salt hold; beyond the {MAX_SALTS} largest salts, the "
-        f"sum is {OTHER_SALTS}.",
+        f"{text}; beyond the {MAX_SALTS} largest salts, the sum is {OTHER_SALTS}.",
         [
             *(Sample("", {"salt": salt_label(salt)}, held[salt]) for salt in largest),
             Sample("", {"salt": OTHER_SALTS}, others),

@@ -24,6 +24,7 @@ ENDINGS: Final = frozenset(
         "complete",
         "discard_snapshot",
         "end",
+        "end_at",
         "end_batch",
         "end_store_wait",
         "expire",

@@ -74,6 +74,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         host_state_slots=config.host_state_slots,
         external_device=config.external_device,
         splits_items=config.item_hits == "partial",
+        shares=dict(config.salt_shares),
         windows=[
             (
                 group.device_blocks,

@@ -494,6 +494,10 @@ class CacheReader:
         """Return the number of counted blocks per salt, without salts that have none."""
         return self._quota.held_by_salt()
 
+    def retained_by_context(self) -> dict[str, int]:
+        """Return the number of retained blocks that no lease uses, by context."""
+        return self._core.retained_blocks()
+
     @property
     def is_paused(self) -> bool:
         """True while a pause or a hold stops granting."""

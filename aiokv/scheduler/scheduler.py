@@ -37,6 +37,7 @@ from aiokv.scheduler.preemption import Preemption
 from aiokv.scheduler.quota import SaltQuota
 from aiokv.scheduler.reader import CacheReader
 from aiokv.scheduler.releases import Releases
+from aiokv.scheduler.retention import Retention
 from aiokv.scheduler.saver import Saver
 from aiokv.scheduler.sharded import SHARDS
 from aiokv.scheduler.store_saver import StoreSaver
@@ -97,6 +98,10 @@ TRANSITIONS: Final = (
     "pins.await_use",
     "pins.pin",
     "pins.unpin",
+    "retention.retain",
+    "retention.end_at",
+    "retention.demote",
+    "retention.forget",
     "change_gate",
     "evict",
     "reset",
@@ -131,6 +136,7 @@ class CacheScheduler:
         fetches: transitions that fetch blocks from the stores.
         peers: transitions of the receives and sends.
         pins: transitions of the pins.
+        retention: transitions that change the order of eviction.
         has_stores: as given.
     """
 
@@ -190,6 +196,7 @@ class CacheScheduler:
             pending=self._pending,
         )
         self.pins = Pins(core, self._outbox, errors, self._releases, self._settle)
+        self.retention = Retention(core, self._outbox, errors, self._settle)
         self._preemption = Preemption(
             config,
             core,

@@ -28,6 +28,9 @@ VERBS: Final = (
     # Prompts
     Verb(CacheEngine.match, "lease", run=on_loop.match),
     Verb(CacheEngine.would_hit),
+    Verb(CacheEngine.retain),
+    Verb(CacheEngine.demote),
+    Verb(CacheEngine.forget),
     Verb(Lease.hit_blocks),
     Verb(Lease.pending_tokens),
     # Capacity

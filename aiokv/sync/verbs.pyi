@@ -48,6 +48,31 @@ class RecordedVerbs:
         See ``CacheEngine.would_hit``.
         """
 
+    def retain(
+        self, tokens: TokenIds, *, seconds: float, priority: int = 0, salt: str = '', adapter: str =
+        '', items: Sequence[Item] = ()
+    ) -> Answer[int]:
+        """Evict the cached blocks of a prompt after all blocks that are not retained.
+
+        See ``CacheEngine.retain``.
+        """
+
+    def demote(
+        self, tokens: TokenIds, *, salt: str = '', adapter: str = '', items: Sequence[Item] = ()
+    ) -> Answer[int]:
+        """Evict the last cached blocks of a prompt before all other blocks, until their next use.
+
+        See ``CacheEngine.demote``.
+        """
+
+    def forget(
+        self, tokens: TokenIds, *, salt: str = '', adapter: str = '', items: Sequence[Item] = ()
+    ) -> Answer[int]:
+        """Drop the last cached blocks of a prompt from the device and host memory.
+
+        See ``CacheEngine.forget``.
+        """
+
     def hit_blocks(self, lease: SyncLease) -> Answer[NDArray[np.int32]]:
         """Device ids of the blocks of the hit, in order: a copy, int32 ``[N]``.
 
@@ -832,6 +857,79 @@ class EngineVerbs:
         Raises:
             UsageError: an argument is wrong, as for ``match``; or the call is made outside the
                 engine's loop.
+            ClosedError: the engine is closed.
+        """
+
+    def retain(
+        self, tokens: TokenIds, *, seconds: float, priority: int = 0, salt: str = '', adapter: str =
+        '', items: Sequence[Item] = ()
+    ) -> int:
+        """Evict the cached blocks of a prompt after all blocks that are not retained.
+
+        Unlike a pin, a retention refuses no memory to a request: when no other block can be
+        evicted, retained blocks are, the lowest priority first, and then those whose retention
+        ends first. A second call for the same blocks extends the retention or raises its priority.
+        The call covers full blocks of full attention on the device and in host memory; later blocks
+        of the session, its snapshots of recurrent state and its sliding windows are not covered.
+        Priorities and times are those of TensorRT-LLM's ``KvCacheRetentionConfig``.
+
+        Args:
+            tokens: ``[N]`` token ids, as for ``match``. Call after the commit of their blocks.
+            seconds: time from now, at most 86,400. The retention ends at most an eighth of the time
+                later, or one second; the blocks then count as used at that time.
+            priority: 0 to 3; blocks of higher priorities are evicted later.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+
+        Returns:
+            The number of retained tokens: the cached full blocks of the prompt.
+
+        Raises:
+            UsageError: an argument is wrong; or the call is made outside the engine's loop.
+            ClosedError: the engine is closed.
+        """
+
+    def demote(
+        self, tokens: TokenIds, *, salt: str = '', adapter: str = '', items: Sequence[Item] = ()
+    ) -> int:
+        """Evict the last cached blocks of a prompt before all other blocks, until their next use.
+
+        These are the blocks that only this prompt has: none that another cached prompt continues,
+        or that a lease or a transfer uses. So release the leases of the session first.
+
+        Args:
+            tokens: ``[N]`` token ids of the whole session, as for ``match``.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+
+        Returns:
+            The number of demoted tokens.
+
+        Raises:
+            UsageError: an argument is wrong; or the call is made outside the engine's loop.
+            ClosedError: the engine is closed.
+        """
+
+    def forget(
+        self, tokens: TokenIds, *, salt: str = '', adapter: str = '', items: Sequence[Item] = ()
+    ) -> int:
+        """Drop the last cached blocks of a prompt from the device and host memory.
+
+        For a session that has ended. The blocks are those of ``demote``; stores keep theirs.
+
+        Args:
+            tokens: ``[N]`` token ids of the whole session, as for ``match``.
+            salt: as for ``match``.
+            adapter: as for ``match``.
+            items: as for ``match``.
+
+        Returns:
+            The number of dropped tokens.
+
+        Raises:
+            UsageError: an argument is wrong; or the call is made outside the engine's loop.
             ClosedError: the engine is closed.
         """
 

@@ -55,6 +55,8 @@ def engine_with(records: dict[str, Any]) -> Any:
         config=CacheConfig(device_blocks=8, salt_quota_blocks=8),
         health=lambda: SimpleNamespace(failure=""),
         asleep=frozenset(),
-        inspect=SimpleNamespace(device_blocks_by_salt=by_salt),
+        inspect=SimpleNamespace(
+            device_blocks_by_salt=by_salt, retained_blocks_by_salt=lambda: dict(by_salt())
+        ),
         **answers,
     )

@@ -26,6 +26,7 @@ PARTS = {
     "fetches": "aiokv.scheduler.fetches.Fetches",
     "peers": "aiokv.scheduler.peers.ReceivesAndSends",
     "pins": "aiokv.scheduler.pins.Pins",
+    "retention": "aiokv.scheduler.retention.Retention",
     "store_saver": "aiokv.scheduler.store_saver.StoreSaver",
 }
 

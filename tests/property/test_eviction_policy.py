@@ -36,13 +36,19 @@ def test_random_calls_keep_the_invariants(policy, write_policy):
             host_blocks=0 if write_policy == "none" else 64,
             write_policy=write_policy,
             eviction_policy=policy,
+            salt_shares={"": 0.3},
         )
     )
     core = manager.core
     live: list[int] = []
     for i in range(4_000):  # long enough for the learned order to be used
         tokens = random_path(rng)
-        lease = core.match(tokens, rng.choice(("", "tenant")))[0]
+        if i % 5 == 0:
+            verb = rng.choice((core.demote, core.forget))
+            verb(random_path(rng), rng.choice(("", "6:tenant")), [])
+            core.retain(tokens, "", [], rng.randrange(4), i + rng.randrange(200))
+            core.end_retentions(i)
+        lease = core.match(tokens, rng.choice(("", "6:tenant")))[0]
         while (grant := core.allocate(lease, len(tokens))) == 0:
             if plan := manager.make_clean(20):
                 finish(manager, plan.transfer_id, rng)

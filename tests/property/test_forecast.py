@@ -47,6 +47,7 @@ class Walk:
             eviction=choice(["lru", "lru", "adaptive"]),
             state_slots=2 if sides == "state" else 0,
             windows=[(6, 4, 2, 0, 0)] if sides == "window" else [],
+            shares=choice([{}, {"a": 0.5, "b": 0.3}]),
         )
         self.has_windows = sides == "window"
         self.saves = self.policy != SavePolicy.NONE
@@ -64,7 +65,17 @@ class Walk:
         if len(self.leases) >= 8:
             return
         tokens = np.array([self.random.randint(0, 1) for _ in range(self.random.randint(1, 14))])
-        self.leases.append(self.core.match(tokens.astype(np.int32))[0])
+        self.leases.append(self.core.match(tokens.astype(np.int32), self.context())[0])
+
+    def context(self) -> str:
+        return self.random.choice(["", "", "1:a", "1:b"])
+
+    def prefer(self) -> None:
+        prompt = np.ones(self.random.randint(1, 12), np.int32)
+        verb = self.random.choice(["retain", "retain", "demote", "forget"])
+        more = (self.random.randint(0, 3), self.step + 2) if verb == "retain" else ()
+        getattr(self.core, verb)(prompt, self.context(), [], *more)
+        self.core.end_retentions(self.step)
 
     def attempt(self, verb: Callable[[], int], wanted: int, saves: bool) -> bool:
         """Grant or extend as the engine does."""
@@ -182,7 +193,7 @@ class Walk:
     def run(self, steps: int) -> None:
         verbs = 4 * [self.match, self.commit, self.end_transfer] + 6 * [self.allocate]
         verbs += [self.grow, self.give_back, self.give_back, self.retract, self.swap, self.swap]
-        verbs += [self.save, self.next_step, self.snapshot]
+        verbs += [self.save, self.next_step, self.snapshot, self.prefer]
         for _ in range(steps):
             self.random.choice(verbs)()
         assert self.core.violations() == []

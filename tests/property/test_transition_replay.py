@@ -32,6 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_running_leases": 4,
         "salt_quota_blocks": 20,
     },
+    "shares": {"host_blocks": 40, "salt_shares": {"a": 0.4, "b": 0.2}},
     "state": {"host_blocks": 40, "state_slots": 6},
     "host_state": {"host_blocks": 40, "state_slots": 5, "host_state_slots": 6},
     "windows": {"host_blocks": 0, "windows": {"w": WindowGroup(window_tokens=8, device_blocks=24)}},
@@ -94,6 +95,8 @@ class Run:
 
     async def control(self) -> None:
         engine, rng = self.engine, self.rng
+        if rng.random() < 0.3:
+            self.prefer([rng.randrange(2) for _ in range(rng.randrange(4, 24))])
         verb = rng.choice(["evict", "pin", "prefetch", "reset", "resize", "pause", "step", "drain"])
         if verb == "evict":
             await engine.evict(rng.randrange(8))
@@ -113,6 +116,11 @@ class Run:
             await engine.drain()
         else:
             engine.step()
+
+    def prefer(self, tokens: list[int]) -> None:
+        verb, salt = self.rng.choice(["retain", "demote", "forget"]), self.rng.choice(["a", "b"])
+        more: dict[str, Any] = {"seconds": 0.0, "priority": 2} if verb == "retain" else {}
+        getattr(self.engine, verb)(tokens, salt=salt, **more)
 
     async def play(self) -> None:
         tasks = []

@@ -79,6 +79,7 @@ SAMPLES = {
     "sentinel_state_slot": True,
     "windows": {"local": WindowGroup(window_tokens=5, device_blocks=4, host_blocks=1)},
     "salt_quota_blocks": 9,
+    "salt_shares": {"chat": 0.25, "": 0.5},
     "admission": "cached_first",
     "max_overtake_seconds": 4.5,
     "max_running_leases": 12,
@@ -108,7 +109,9 @@ def test_each_field_can_be_set_in_a_file_and_by_a_variable(samples, write, monke
     assert CacheConfig.load(path, env=False) == expected
     for name, value in samples.items():
         if name == "windows":
-            value = json.dumps({group: dataclasses.asdict(each) for group, each in value.items()})
+            value = {group: dataclasses.asdict(each) for group, each in value.items()}
+        if isinstance(value, dict):
+            value = json.dumps(value)
         monkeypatch.setenv(f"AIOKV_{name.upper()}", str(value))
     assert CacheConfig.load() == expected
 
@@ -386,7 +389,7 @@ def test_config_without_settings_says_what_is_missing(monkeypatch, capsys):
     assert cli.main(["config"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("# device_blocks is required and not set")
-    assert set(tomllib.loads(printed)) == set(FIELDS) - {"device_blocks", "windows"}
+    assert set(tomllib.loads(printed)) == set(FIELDS) - {"device_blocks", "windows", "salt_shares"}
     monkeypatch.setenv("AIOKV_BLOCK_TOKENS", "x")
     assert cli.main(["config", "--no-env"]) == 0
     assert cli.main(["config"]) == 2

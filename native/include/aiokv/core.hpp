@@ -24,6 +24,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -319,6 +320,22 @@ class Core {
     std::uint32_t device_blocks() const { return device_.capacity(); }
     std::uint32_t block_tokens() const { return config_.block_tokens; }
 
+    // -- preferences of eviction. Each call returns the number of blocks that it concerns.
+    std::size_t retain(Tokens tokens, std::string_view context, std::span<const Item> items,
+                       std::uint32_t priority, std::uint64_t end) {
+        const std::vector<NodeId> path = find_path("retain", tokens, context, items);
+        residency_.retain(path, priority, end);
+        return path.size();
+    }
+    std::uint32_t demote(Tokens tokens, std::string_view context, std::span<const Item> items) {
+        return residency_.demote(find_path("demote", tokens, context, items));
+    }
+    std::uint32_t forget(Tokens tokens, std::string_view context, std::span<const Item> items) {
+        return residency_.forget(find_path("forget", tokens, context, items));
+    }
+    void end_retentions(std::uint64_t now) { residency_.end_retentions(now); }
+    std::map<std::string, std::uint32_t> retained_blocks() { return residency_.retained_blocks(); }
+
     // -- uses of prefixes that a lease keeps
     void await_use(LeaseId id) { uses_.await(leases_.at(id)); }
     bool awaits_use(LeaseId id) const { return leases_.at(id).awaited != kNone; }
@@ -354,6 +371,9 @@ class Core {
   private:
     static constexpr std::size_t kMaxListed = 4096;  // most leases to look at: < 1 ms
 
+    // Returns the cached full blocks of a prompt, in all tiers.
+    std::vector<NodeId> find_path(const char* call, Tokens tokens, std::string_view context,
+                                  std::span<const Item> items) const;
     // Returns the table of a lease; empty if the lease was released.
     const std::vector<BlockId>& table_if_held(LeaseId id, std::int32_t group) const;
     void finish_state(Lease& lease, std::uint32_t num_tokens);

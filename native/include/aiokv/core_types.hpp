@@ -90,6 +90,8 @@ struct CoreConfig {
     std::uint32_t host_state_slots = 0;  // snapshots in host memory
     bool external_device = false;        // a server owns the device blocks; see ExternalBlocks
     bool splits_items = false;           // a hit may end inside a multimodal item
+    std::vector<std::string> share_salts = {};  // salts with a share of the cached blocks
+    std::vector<double> shares = {};            // of each of them, between 0 and 1
 
     // Returns true if a device block with this number of uses is copied to host memory.
     bool copies_after(std::uint32_t uses) const {

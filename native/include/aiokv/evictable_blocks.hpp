@@ -15,6 +15,7 @@
 #include "aiokv/core_types.hpp"
 #include "aiokv/eviction_order.hpp"
 #include "aiokv/look_ahead.hpp"
+#include "aiokv/preferred_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
 
 namespace aiokv {
@@ -81,7 +82,42 @@ class EvictableBlocks final : private SplitListener {
     // Gives the blocks of a lease from `first` on the classes of its prompt. None of them may be
     // queued.
     void classify(const Lease& lease, std::size_t first, std::span<const NodeId> nodes);
-    void on_device_resized(std::uint32_t blocks) { order_->on_device_resized(blocks); }
+    void on_device_resized(std::uint32_t blocks) {
+        order_->on_device_resized(blocks);
+        device_.resize(blocks);
+    }
+
+    // -- what is kept, and for which salt; see PreferredQueue
+    // Raises the blocks of a path to the level of a priority and an end. Those of a higher level
+    // keep theirs.
+    void retain(std::span<const NodeId> path, std::uint32_t priority, std::uint64_t end);
+    void demote(std::span<const NodeId> path);
+    // Ends the retentions that end at `now` or before.
+    void end_retentions(std::uint64_t now);
+    // Call when a lease uses a run: a use ends a demotion.
+    void note_use(RunId run) {
+        Run& r = tree_.runs()[run];
+        if (r.level == kDemotedLevel) r.level = kNormalLevel;
+    }
+    // Makes room for a salt, whose own share is used up before those of others; 0 for no salt.
+    void serve(std::uint32_t share) {
+        if (device_.serve(share) != share && device_.has_parts()) ahead_.restart();
+    }
+    // Does the same for a forecast, after which the former share is served again.
+    std::uint32_t serve_forecast(std::uint32_t share) { return device_.serve(share); }
+    // Returns the rank of a block of the device queue, or of one that has returned to it.
+    PreferredQueue::Rank device_rank(NodeId node) const {
+        return tree_.run(node).has(kQueued) ? device_.rank_of(tree_.run_of(node))
+                                            : rank_to_return(node);
+    }
+    PreferredQueue::Rank rank_to_return(NodeId node) const {
+        return device_.rank_to_enter(tree_.run_of(node));
+    }
+    template <class Visit>
+    void for_each_retained(Visit visit) {
+        device_.for_each_retained(visit);
+        host_.for_each_retained(visit);
+    }
 
     // Deferred device blocks that have no host copy, in the order in which they were deferred. They
     // are evicted right after their children.
@@ -109,12 +145,15 @@ class EvictableBlocks final : private SplitListener {
         const Run& run = tree_.runs()[id];
         return run.has(kOnDevice) || tree_[run.first].has(kDeviceValid);
     }
-    TierQueue& queue_of(RunId run) { return is_on_device(run) ? device_ : host_; }
+    PreferredQueue& queue_of(RunId run) { return is_on_device(run) ? device_ : host_; }
     std::uint32_t& queued_of(RunId run) {
         return is_on_device(run) ? queued_device_ : queued_host_;
     }
     void push(RunId run);
-    void append(TierQueue& queue, RunId run);
+    void append(PreferredQueue& queue, RunId run);
+    void set_level(RunId run, Level level);
+    void fit_share(PreferredQueue& queue, std::uint32_t share);
+    void note_place(const PreferredQueue& queue, RunId run);
     std::uint32_t count_idle_host(RunId run) const;
     bool is_parked_unsaved(NodeId node) const;
     void trim_unsaved_parked();
@@ -122,8 +161,9 @@ class EvictableBlocks final : private SplitListener {
 
     PrefixTree& tree_;
     const std::unique_ptr<EvictionOrder> order_;
-    TierQueue& device_;  // runs without refs that are on the device, the next victim first
-    TierQueue& host_;    // runs without refs that only the host has
+    Levels levels_;
+    PreferredQueue device_;  // runs without refs that are on the device, the next victim first
+    PreferredQueue host_;    // runs without refs that only the host has
     LookAhead ahead_;
     const bool has_host_;
     const bool has_classes_;

@@ -50,7 +50,7 @@ class EvictionQueue {
     }
 
     void push_back(Id node) {  // used now
-        const std::uint64_t kind = now_ << kClassBits | nodes_[node].reuse_class;
+        const std::uint64_t kind = (now_ << kClassBits | nodes_[node].reuse_class) & kinds_;
         if (cohorts_[newest_].kind != kind) open_cohort(kind);
         Cohort& cohort = cohorts_[newest_];
         auto& n = nodes_[node];
@@ -146,6 +146,7 @@ class EvictionQueue {
 
     Nodes& nodes_;
     const ReuseModel* model_;
+    const std::uint64_t kinds_;  // 0 without a model: all nodes are of one kind
     const std::uint32_t newest_bucket_;
     std::uint32_t size_ = 0;
     std::uint64_t now_ = 0;

@@ -115,6 +115,7 @@ class Index {
     };
 
     std::uint32_t open_context(std::string_view key);
+    std::uint32_t share_of(std::string_view key) const;
     void close_if_unused(std::uint32_t context);
 
     const CoreConfig& config_;

@@ -18,6 +18,8 @@ class LookAhead {
 
     std::uint32_t count() const { return count_; }
     bool is_begun() const { return last_ != kNone; }
+    // Returns the last block that was looked at, or kNone.
+    NodeId last() const { return last_; }
 
     // Returns the first block that was not looked at, or kNone.
     NodeId next() {

@@ -62,7 +62,15 @@ enum RunFlag : std::uint8_t {
     kParked = 1 << 1,      // blocked: left that queue, and will return to its front
     kMayBeAhead = 1 << 2,  // some of its blocks may have kAhead
     kOnDevice = 1 << 3,    // all of its blocks have kDeviceValid; without it, some may have it
+    kReserved = 1 << 4,    // queued in the part of its salt's share; see PreferredQueue
 };
+
+// How long a run should stay cached: an entry of Levels.
+using Level = std::uint16_t;
+constexpr Level kNormalLevel = 0;
+constexpr Level kDemotedLevel = 1;
+constexpr Level kMaxLevel = (1 << 11) - 1;
+constexpr std::uint32_t kMaxShares = (1 << 12) - 1;
 
 // Blocks with consecutive ids, each the only child of the one before it. The same leases hold all
 // of them, and they are in an eviction queue together, where the last one is evicted first. A run
@@ -70,18 +78,20 @@ enum RunFlag : std::uint8_t {
 struct Run {
     NodeId first = kNone;
     std::uint32_t length = 0;
-    NodeId parent = kNone;        // of the first block
-    std::uint32_t child = kNone;  // child of the last block: a node, a fork or kNone
-    std::uint32_t refs = 0;       // granted leases whose path holds the blocks
-    RunId prev = kNoRun;          // links of the eviction queue
-    RunId next = kNoRun;          // next in the eviction queue, or in the free list
-    ReuseClass reuse_class = 0;   // class of the last lease; decides the eviction order
-    std::uint8_t flags = 0;       // RunFlag
+    NodeId parent = kNone;         // of the first block
+    std::uint32_t child = kNone;   // child of the last block: a node, a fork or kNone
+    std::uint32_t refs : 20 = 0;   // granted leases whose path holds the blocks
+    std::uint32_t share : 12 = 0;  // of its salt, counted from 1; 0: the salt has none
+    RunId prev = kNoRun;           // links of the eviction queue
+    RunId next = kNoRun;           // next in the eviction queue, or in the free list
+    ReuseClass reuse_class = 0;    // class of the last lease; decides the eviction order
+    std::uint16_t level : 11 = kNormalLevel;
+    std::uint16_t flags : 5 = 0;  // RunFlag
 
     NodeId last() const { return first + length - 1; }
     bool has(std::uint8_t mask) const { return (flags & mask) != 0; }
-    void set(std::uint8_t mask) { flags = static_cast<std::uint8_t>(flags | mask); }
-    void clear(std::uint8_t mask) { flags = static_cast<std::uint8_t>(flags & ~mask); }
+    void set(std::uint8_t mask) { flags = (flags | mask) & 0x1f; }
+    void clear(std::uint8_t mask) { flags = flags & ~mask & 0x1f; }
 };
 
 static_assert(sizeof(Run) == 32);

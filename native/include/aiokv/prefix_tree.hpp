@@ -153,7 +153,7 @@ class PrefixTree {
         const Run& a = runs_[above];
         const Run& b = runs_[below];
         return a.last() + 1 == b.first && a.child == b.first && a.refs == b.refs &&
-               a.reuse_class == b.reuse_class;
+               a.reuse_class == b.reuse_class && a.level == b.level;
     }
     // Joins two runs into `keep`, which is one of them. Requires continues(), and that the other
     // one is in no queue.
@@ -210,7 +210,8 @@ class PrefixTree {
     void classify(std::span<const NodeId> path, ReuseClass reuse_class);
 
     // -- shape
-    NodeId add_root();
+    // `share`: Run::share of all blocks below the root.
+    NodeId add_root(std::uint32_t share = 0);
     NodeId find_child(NodeId parent, const std::int32_t* tokens, ItemKey items = kNoItems) const;
     struct FoundPath {
         std::size_t blocks = 0;

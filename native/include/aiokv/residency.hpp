@@ -11,7 +11,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -55,6 +57,23 @@ class Residency {
     void on_label(Lease& lease, std::string_view label) {
         evictable_.on_label(lease, index_.seed_of(lease), label);
     }
+
+    // -- preferences of applications; see PreferredQueue. Paths begin below a root.
+    void retain(std::span<const NodeId> path, std::uint32_t priority, std::uint64_t end) {
+        evictable_.retain(path, priority, end);
+    }
+    // Evicts the last blocks of a path first, or drops them: those that nothing else shares and
+    // nothing uses. Returns their number.
+    std::uint32_t demote(std::span<const NodeId> path);
+    std::uint32_t forget(std::span<const NodeId> path);
+    void end_retentions(std::uint64_t now) { evictable_.end_retentions(now); }
+    // Makes room for a lease from now on: the share of its salt is used up before other shares.
+    void serve(const Lease& lease) { evictable_.serve(share_of(lease)); }
+    std::uint32_t share_of(const Lease& lease) const {
+        return tree_.run(index_.root_of(lease)).share;
+    }
+    // Returns the number of retained blocks that no lease uses, by context.
+    std::map<std::string, std::uint32_t> retained_blocks();
 
     // -- the blocks of a lease
     // The lease has computed the blocks of its path from `first` on, and gets refs on them. Calls
@@ -171,6 +190,7 @@ class Residency {
     }
 
     // refs and holds
+    std::span<const NodeId> unshared(std::span<const NodeId> path) const;
     void unref_run(RunId run);
     void hold_node(NodeId node);
     void unhold_node(NodeId node);
@@ -255,7 +275,10 @@ std::uint32_t Residency::publish(const Lease& lease, std::size_t first, Taken ta
     const bool is_silent = !events_.has_streams() && !config_.copies_after(1);
     std::uint32_t count = 0;
     tree_.for_each_run(nodes, [&](RunId id, std::span<const NodeId> part) {
-        if (tree_.runs()[id].refs++ == 0) evictable_.dequeue(id);
+        if (tree_.runs()[id].refs++ == 0) {
+            evictable_.dequeue(id);
+            evictable_.note_use(id);
+        }
         if (!tree_[part.front()].has(kDeviceResident)) tree_.count_device_child(part.front(), +1);
         bool all_valid = true;
         Node* next = &tree_[part.front()];  // the blocks of a run have consecutive slots

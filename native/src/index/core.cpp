@@ -141,6 +141,20 @@ Hit Core::would_hit(Tokens tokens, std::string_view context, std::span<const Ite
     return {0, probe.device_hit, probe.host_hit};
 }
 
+std::vector<NodeId> Core::find_path(const char* call, Tokens tokens, std::string_view context,
+                                    std::span<const Item> items) const {
+    check_prompt(call, tokens, items);
+    std::vector<NodeId> path;
+    const std::optional<std::uint32_t> known = index_.find_context(context);
+    if (!known) return path;
+    Lease probe;
+    probe.context = *known;
+    index_.find_items(probe, items);
+    index_.tree().find_path(index_.root_of(probe), tokens.data(), probe.item_keys,
+                            tokens.size() / config_.block_tokens, path);
+    return path;
+}
+
 std::vector<BlockId> Core::hit_blocks(LeaseId id) {
     Lease& lease = leases_.at(id);
     if (lease.has_blocks()) {

@@ -5,12 +5,11 @@
 #include "report.hpp"
 
 namespace aiokv {
-
 EvictableBlocks::EvictableBlocks(const CoreConfig& config, PrefixTree& tree)
     : tree_(tree),
       order_(make_eviction_order(config, tree)),
-      device_(order_->device()),
-      host_(order_->host()),
+      device_(tree, levels_, order_->device(), config.shares, config.device_blocks),
+      host_(tree, levels_, order_->host(), config.shares, config.host_blocks),
       ahead_(tree, device_),
       has_host_(config.host_blocks > 0),
       has_classes_(order_->has_classes()) {
@@ -31,22 +30,92 @@ std::uint32_t EvictableBlocks::count_idle_host(RunId id) const {
 }
 
 void EvictableBlocks::on_split(RunId split, RunId made, bool made_is_above) {
-    TierQueue& queue = queue_of(split);
+    PreferredQueue& queue = queue_of(split);
     made_is_above ? queue.insert_after(made, split) : queue.insert_before(made, split);
 }
 
-// Puts a run at the end of a queue. If the run before it in the queue is the continuation of its
-// blocks, both become one run.
-void EvictableBlocks::append(TierQueue& queue, RunId id) {
+// Puts a run at the end of its part of a queue. If the run before it there is the continuation of
+// its blocks, both become one run.
+void EvictableBlocks::append(PreferredQueue& queue, RunId id) {
     queue.push_back(id);
+    note_place(queue, id);
     const Run& run = tree_.runs()[id];
-    if (run.child != run.last() + 1) return;  // most runs end at a fork, or at a leaf
-    const RunId below = queue.before(id);
-    if (below == kNoRun || !tree_.continues(id, below)) return;
-    const bool keeps_below = tree_.runs()[below].length >= run.length;
-    queue.remove(keeps_below ? id : below);
-    tree_.join(id, below, keeps_below ? below : id);
+    const std::uint32_t share = run.share;
+    // Most runs end at a fork, or at a leaf.
+    const RunId below = run.child == run.last() + 1 ? queue.before(id) : kNoRun;
+    if (below != kNoRun && tree_.continues(id, below)) {
+        const bool keeps_below = tree_.runs()[below].length >= run.length;
+        const RunId gone = keeps_below ? id : below;
+        const std::uint32_t blocks = tree_.runs()[gone].length;
+        queue.remove(gone);
+        tree_.join(id, below, keeps_below ? below : id);
+        queue.grow(keeps_below ? below : id, blocks);
+    }
+    if (share > 0) fit_share(queue, share);
 }
+
+// Lets the least recently used blocks that a salt has beyond its share compete with all others.
+void EvictableBlocks::fit_share(PreferredQueue& queue, std::uint32_t share) {
+    for (std::uint32_t excess; (excess = queue.excess_of(share)) > 0;) {
+        RunId id = queue.first_reserved(share);
+        const Run& run = tree_.runs()[id];
+        if (run.length > excess) id = tree_.split_before(run.last() - excess + 1);
+        ahead_.remove(id);
+        queue.end_reservation(id);
+        note_place(queue, id);
+    }
+}
+
+// Call when a run has entered a queue. What is evicted before the last block that was looked at is
+// to be looked at, too.
+void EvictableBlocks::note_place(const PreferredQueue& queue, RunId id) {
+    if (!queue.has_parts() || &queue != &device_ || !ahead_.is_begun()) return;
+    if (queue.rank_of(id) < queue.rank_of(tree_.run_of(ahead_.last()))) ahead_.restart();
+}
+
+// -- levels ----------------------------------------------------------------------------------
+
+void EvictableBlocks::set_level(RunId id, Level level) {
+    const bool is_queued = tree_.runs()[id].has(kQueued);
+    PreferredQueue& queue = queue_of(id);
+    if (is_queued) {
+        ahead_.remove(id);
+        queue.remove(id);
+    }
+    tree_.runs()[id].level = level & kMaxLevel;
+    if (is_queued) append(queue, id);
+}
+
+void EvictableBlocks::retain(std::span<const NodeId> path, std::uint32_t priority,
+                             std::uint64_t end) {
+    const Level level = levels_.open(priority, end);
+    tree_.for_each_run_upwards(path, [&](RunId id, auto) {
+        const Level before = tree_.runs()[id].level;
+        if (levels_.rank(before) < levels_.rank(level)) set_level(id, level);
+    });
+}
+
+void EvictableBlocks::demote(std::span<const NodeId> path) {
+    tree_.for_each_run_upwards(path, [this](RunId id, auto) { set_level(id, kDemotedLevel); });
+}
+
+void EvictableBlocks::end_retentions(std::uint64_t now) {
+    const std::vector<Levels::Rank> ended = levels_.end(now);
+    for (const Levels::Rank rank : ended) {
+        device_.end_level(rank);
+        host_.end_level(rank);
+    }
+    if (!ended.empty()) ahead_.restart();
+    if (!levels_.should_recycle()) return;
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
+        if (!tree_.is_live(node)) continue;
+        Run& run = tree_.run(node);
+        if (levels_.rank(run.level) == Levels::kNormal) run.level = kNormalLevel;
+    }
+    levels_.recycle();
+}
+
+// -- runs ------------------------------------------------------------------------------------
 
 void EvictableBlocks::push(RunId id) {
     Run& run = tree_.runs()[id];
@@ -99,7 +168,11 @@ void EvictableBlocks::dequeue(RunId id) {
 void EvictableBlocks::trim(RunId id, std::uint32_t count) {
     queued_of(id) -= count;
     if (!is_on_device(id)) idle_host_ -= count;
-    if (count == tree_.runs()[id].length) queue_of(id).remove(id);
+    if (count == tree_.runs()[id].length) {
+        queue_of(id).remove(id);
+    } else {
+        queue_of(id).shrink(id, count);
+    }
     tree_.trim(id, count);
 }
 
@@ -158,8 +231,12 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
     tree_.runs()[id].set(kQueued);
     queued_of(id) += tree_.runs()[id].length;
     idle_host_ += count_idle_host(id);
+    if (const std::uint32_t share = tree_.runs()[id].share; share > 0) {
+        fit_share(queue_of(id), share);
+    }
     if (!on_device || !ahead_.is_begun()) return;
-    if (!is_saved(n)) return ahead_.restart();  // blocks looked at are behind this one now
+    if (!is_saved(n) || device_.has_parts())
+        return ahead_.restart();  // blocks looked at are behind this one now
     ahead_.add_front(node);
 }
 
@@ -173,12 +250,14 @@ void EvictableBlocks::touch(std::span<const NodeId> path) {
         if (run.last() != node) id = tree_.split_after(node);
         if (tree_.runs()[id].has(kParked)) {
             dequeue(id);
+            note_use(id);
             push(id);
             continue;
         }
-        TierQueue& queue = queue_of(id);
+        PreferredQueue& queue = queue_of(id);
         ahead_.remove(id);
         queue.remove(id);
+        note_use(id);
         append(queue, id);
     }
 }
@@ -230,6 +309,8 @@ void EvictableBlocks::check(Report& report) const {
     report.require(queued_device == queued_device_ && queued_host == queued_host_ &&
                        deferred_device == deferred_device_,
                    "I6: the eviction queues miscount");
+    device_.check(report);
+    host_.check(report);
     report.require(idle_host == idle_host_, "I6: ", idle_host, " host blocks can go, not ",
                    idle_host_);
 }

@@ -18,6 +18,7 @@ template <class Nodes>
 EvictionQueue<Nodes>::EvictionQueue(Nodes& nodes, const ReuseModel* model)
     : nodes_(nodes),
       model_(model),
+      kinds_(model == nullptr ? 0 : ~std::uint64_t{0}),
       newest_bucket_(model == nullptr ? 0 : model->bucket_of(0)),
       cohorts_(1) {
     make_room_for_class(0);
@@ -151,8 +152,8 @@ void EvictionQueue<Nodes>::file(CohortId id, std::uint32_t bucket) {
 template <class Nodes>
 void EvictionQueue<Nodes>::make_room_for_class(ReuseClass reuse_class) {
     if (reuse_class < classes_.size()) return;
-    constexpr std::size_t kOfLabel = ReuseFeatures::kUnlabelled;
-    classes_.resize((reuse_class / kOfLabel + 1) * kOfLabel);
+    const std::size_t of_label = model_ == nullptr ? 1 : ReuseFeatures::kUnlabelled;
+    classes_.resize((reuse_class / of_label + 1) * of_label);
     used_classes_.resize((classes_.size() + 63) / 64);
 }
 

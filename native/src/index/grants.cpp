@@ -64,6 +64,7 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
     check_request(lease, num_tokens, reserve);
     const std::uint32_t total = choose_path(lease, num_tokens);
     if (total == 0) return Grant::kNone;
+    residency_.serve(lease);
     // Take the refs first, so that making room for the other blocks does not evict the hit.
     const std::uint32_t needed = total - residency_.ref(lease.path);
     if (config_.external_device) {  // the server names device blocks later
@@ -185,7 +186,8 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Res
     bool frees_host = false;
     std::vector<NodeId> unheld;
     if (!swaps_.could_make_auxiliary_room(lease, total, frees_host, unheld)) return false;
-    Residency::Forecast forecast(residency_, lease.path, frees_host, std::move(unheld));
+    Residency::Forecast forecast(residency_, lease.path, residency_.share_of(lease), frees_host,
+                                 std::move(unheld));
     const std::uint32_t room = residency_.device_room() - forecast.evictable_path();
     if (needed + reserve_for(total, reserve) > room) return false;
     const bool has_room = will_have_room(forecast, needed, total, saves);
@@ -295,6 +297,7 @@ bool Grants::grow(std::span<const Growth> growths) {
     }
     if (!windows_.can_grow(growths)) return false;
     if (needed > residency_.device_room()) return false;
+    if (!growths.empty()) residency_.serve(*growths.front().lease);
     if (!residency_.make_room(static_cast<std::uint32_t>(needed), unsaved_of_running())) {
         return false;
     }
@@ -325,6 +328,7 @@ Fork Grants::fork(Lease& parent, Step step) {
     std::uint32_t needed = 0;
     for (std::size_t i = 0; i < parent.table.size(); ++i) needed += !index_.is_indexed(parent, i);
     if (!state_.can_fork(parent)) return {};
+    residency_.serve(parent);
     if (needed > residency_.device_room() || !residency_.make_room(needed, unsaved_of_running())) {
         return {};
     }

@@ -1,5 +1,7 @@
 #include "aiokv/index.hpp"
 
+#include <algorithm>
+#include <charconv>
 #include <utility>
 
 #include "core_detail.hpp"
@@ -41,6 +43,17 @@ std::uint32_t Index::enter_context(std::string_view key) {
     return context;
 }
 
+// Returns the share of the salt with which a context begins, as a decimal length, ":" and its text.
+std::uint32_t Index::share_of(std::string_view key) const {
+    std::size_t length = 0;
+    const std::size_t colon = key.find(':');
+    if (colon != key.npos) std::from_chars(key.data(), key.data() + colon, length);
+    const auto salt = colon == key.npos ? key : key.substr(colon + 1, length);
+    const auto found = std::ranges::find(config_.share_salts, salt);
+    const auto end = config_.share_salts.end();
+    return found == end ? 0 : static_cast<std::uint32_t>(found - config_.share_salts.begin()) + 1;
+}
+
 void Index::leave_context(std::uint32_t context) {
     --contexts_[context].leases;
     close_if_unused(context);
@@ -63,7 +76,7 @@ std::uint32_t Index::open_context(std::string_view key) {
         index = free_contexts_.back();
         free_contexts_.pop_back();
     }
-    const NodeId root = tree_.add_root();
+    const NodeId root = tree_.add_root(share_of(key));
     tree_[root].device = static_cast<BlockId>(index);
     contexts_[index] = Context{std::string(key), root, 0, 0, seed_of_key(key)};
     entry->second = index;

@@ -163,6 +163,7 @@ RunId PrefixTree::open_run(NodeId first, std::uint32_t length, NodeId parent) {
         free_run_ = runs_[id].next;
     }
     runs_[id] = Run{.first = first, .length = length, .parent = parent};
+    if (parent != kNone) runs_[id].share = run(parent).share;
     return id;
 }
 
@@ -224,10 +225,11 @@ void PrefixTree::classify(std::span<const NodeId> path, ReuseClass reuse_class) 
 
 // -- shape -----------------------------------------------------------------------------------
 
-NodeId PrefixTree::add_root() {
+NodeId PrefixTree::add_root(std::uint32_t share) {
     const auto id = static_cast<NodeId>(take_slots(1).first);
     nodes_[id].set(kRoot);
     run_of_[id] = open_run(id, 1, kNone);
+    run(id).share = share;
     return id;
 }
 
@@ -435,9 +437,14 @@ void PrefixTree::clear(std::span<const NodeId> roots) {
     const std::vector<BlockId> slots(roots.begin(), roots.end());
     free_slots_.free_all_but(slots);
     live_ = static_cast<std::uint32_t>(roots.size());
+    std::vector<std::uint32_t> shares;
+    for (const NodeId root : roots) shares.push_back(run(root).share);
     runs_.clear();
     free_run_ = kNoRun;
-    for (const NodeId root : roots) run_of_[root] = open_run(root, 1, kNone);
+    for (std::size_t i = 0; i < roots.size(); ++i) {
+        run_of_[roots[i]] = open_run(roots[i], 1, kNone);
+        run(roots[i]).share = shares[i];
+    }
     free_forks_.resize(end_fork_);  // new_fork() clears them
     std::iota(free_forks_.rbegin(), free_forks_.rend(), 0);
 }

@@ -20,15 +20,16 @@ class Residency::Forecast {
   public:
     // `path`: final path of the lease, on which the grant takes refs first. `host_freed`: the grant
     // also frees host blocks. `unheld`: nodes whose host copies a swapped lease would give up, so
-    // that they can be reclaimed.
-    Forecast(Residency& residency, std::span<const NodeId> path, bool host_freed = false,
-             std::vector<NodeId> unheld = {})
+    // that they can be reclaimed. `share`: of the lease's salt.
+    Forecast(Residency& residency, std::span<const NodeId> path, std::uint32_t share = 0,
+             bool host_freed = false, std::vector<NodeId> unheld = {})
         : residency_(residency),
           tree_(residency.tree_),
           lease_path_(path),
           free_(residency.device_.free_blocks()),
           unheld_(std::move(unheld)),
-          host_freed_(host_freed) {
+          host_freed_(host_freed),
+          served_before_(residency.evictable_.serve_forecast(share)) {
         path_.insert(path.begin(), path.end());
         const auto on_host = std::count_if(path_.begin(), path_.end(), [this](NodeId node) {
             return tree_.run(node).has(kQueued) && !tree_[node].has(kDeviceValid);
@@ -37,6 +38,10 @@ class Residency::Forecast {
                        !unheld_.empty() || host_freed ||
                        residency.evictable_.queued_host() > static_cast<std::uint32_t>(on_host);
     }
+
+    ~Forecast() { residency_.evictable_.serve_forecast(served_before_); }
+    Forecast(const Forecast&) = delete;
+    Forecast& operator=(const Forecast&) = delete;
 
     // Number of device blocks of the path that count as evictable until the lease has its refs.
     std::uint32_t evictable_path() const {
@@ -52,10 +57,14 @@ class Residency::Forecast {
     // Returns what make_room() would return now.
     bool can_make_room(std::uint32_t blocks) {
         NodeId node = residency_.evictable_.device_front();
-        for (; node != kNone && free_ < blocks;
-             node = residency_.evictable_.after_on_device(node)) {
-            if (is_out_of_queue(node)) continue;
-            for (NodeId next = node; next != kNone && free_ < blocks;) {
+        while (free_ < blocks) {
+            NodeId next = take_returned(node);
+            if (next == kNone) {
+                if (node == kNone) break;
+                if (!is_out_of_queue(node)) next = node;
+                node = residency_.evictable_.after_on_device(node);
+            }
+            while (next != kNone && free_ < blocks) {
                 blocked_ = attempt(next);
                 if (blocked_ != kNone) return false;
             }
@@ -169,8 +178,29 @@ class Residency::Forecast {
         const bool waits = tree_.run(parent).has(kParked) || deferred_.contains(parent);
         const bool is_free = !path_.contains(parent) && tree_[parent].pins == 0 &&
                              tree_[parent].has(kDeviceValid) && device_children(parent) == 0;
-        node = waits && is_free ? parent : kNone;
+        if (!waits || !is_free) {
+            node = kNone;
+        } else if (residency_.evictable_.rank_to_return(parent) <=
+                   residency_.evictable_.device_rank(node)) {
+            node = parent;
+        } else {
+            returned_.push_back(parent);
+            node = kNone;
+        }
         return kNone;
+    }
+
+    // Removes and returns the block at the front of a part that is evicted before `node`, or is
+    // that of `node`, among the blocks that have returned to the front of theirs; or kNone.
+    NodeId take_returned(NodeId node) {
+        const EvictableBlocks& evictable = residency_.evictable_;
+        const auto rank = [&](NodeId returned) { return evictable.rank_to_return(returned); };
+        const auto first = std::ranges::min_element(returned_.rbegin(), returned_.rend(), {}, rank);
+        if (first == returned_.rend()) return kNone;
+        if (node != kNone && rank(*first) > evictable.device_rank(node)) return kNone;
+        const NodeId returned = *first;
+        returned_.erase(std::next(first).base());
+        return returned;
     }
 
     // Returns true if make_host_room() would free a block without reclaiming host copies of
@@ -210,9 +240,11 @@ class Residency::Forecast {
     std::span<const NodeId> lease_path_;
     std::uint32_t free_;
     std::vector<NodeId> unheld_;
-    bool host_freed_;         // a drop would have freed host blocks
-    bool host_usable_;        // for must_save()
-    NodeId blocked_ = kNone;  // the node that stopped can_make_room()
+    bool host_freed_;   // a drop would have freed host blocks
+    bool host_usable_;  // for must_save()
+    const std::uint32_t served_before_;
+    std::vector<NodeId> returned_;  // to the front of a part that is evicted later
+    NodeId blocked_ = kNone;        // the node that stopped can_make_room()
     std::unordered_set<NodeId> path_;
     std::unordered_set<NodeId> gone_;
     std::unordered_set<NodeId> deferred_;

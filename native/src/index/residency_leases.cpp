@@ -10,7 +10,10 @@ std::uint32_t Residency::ref(std::span<const NodeId> path) {
     tree_.for_each_run(path, [&](RunId id, std::span<const NodeId> nodes) {
         Run& run = tree_.runs()[id];
         const bool is_first = run.refs++ == 0;
-        if (is_first) evictable_.dequeue(id);
+        if (is_first) {
+            evictable_.dequeue(id);
+            evictable_.note_use(id);
+        }
         resident += tree_.count_on_device(run, nodes, kDeviceResident);
         if (!is_first || config_.host_blocks == 0) return;
         for (const NodeId node : nodes) {
@@ -30,6 +33,44 @@ void Residency::unref_run(RunId id) {
     const NodeId first = run.first;
     if (!tree_[first].has(kDetached)) return evictable_.enqueue(id);
     for (NodeId node = run.last() + 1; node-- > first;) free_if_unowned(node);
+}
+
+// Returns the end of a path whose blocks have no other children and are in no use.
+std::span<const NodeId> Residency::unshared(std::span<const NodeId> path) const {
+    std::size_t first = path.size();
+    for (; first > 0; --first) {
+        const NodeId node = path[first - 1];
+        const Node& n = tree_[node];
+        const bool is_used = tree_.refs(node) > 0 || n.pins > 0 || n.holds > 0;
+        if (is_used || tree_.children(node) > (first < path.size() ? 1 : 0)) break;
+    }
+    return path.subspan(first);
+}
+
+std::uint32_t Residency::demote(std::span<const NodeId> path) {
+    const auto last = unshared(path);
+    evictable_.demote(last);
+    return static_cast<std::uint32_t>(last.size());
+}
+
+std::uint32_t Residency::forget(std::span<const NodeId> path) {
+    const auto last = unshared(path);
+    for (std::size_t i = last.size(); i-- > 0;) {
+        evicted_unsaved_ += stored_.awaits_save(last[i]);
+        drop(last[i]);
+    }
+    count_as(EvictionCause::kRequest);
+    return static_cast<std::uint32_t>(last.size());
+}
+
+std::map<std::string, std::uint32_t> Residency::retained_blocks() {
+    std::map<std::string, std::uint32_t> blocks;
+    evictable_.for_each_retained([&](RunId id) {
+        NodeId root = tree_.runs()[id].first;
+        while (!tree_[root].has(kRoot)) root = tree_.run(root).parent;
+        blocks[std::string(index_.context_of_root(root))] += tree_.runs()[id].length;
+    });
+    return blocks;
 }
 
 void Residency::hold(std::span<const NodeId> path) {

@@ -461,23 +461,30 @@ void bind_core(nb::module_& m) {
                std::string eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
                const StoreConfig* stores, std::uint32_t host_state_slots, bool external_device,
-               bool splits_items) {
+               bool splits_items, const std::map<std::string, double>& shares) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step, sink, host] : windows)
                     groups.push_back({blocks, window, step, sink, host});
-                new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
-                                           reserve_blocks, write_policy, write_uses,
-                                           low_watermark_blocks, min_onload_blocks,
-                                           std::move(eviction), state_slots, std::move(groups),
-                                           max_leases, stores != nullptr ? *stores : StoreConfig{},
-                                           host_state_slots, external_device, splits_items});
+                std::vector<std::string> salts;
+                std::vector<double> parts;
+                for (const auto& [salt, share] : shares) {
+                    salts.push_back(salt);
+                    parts.push_back(share);
+                }
+                new (self) Core(CoreConfig{
+                    block_tokens, device_blocks, host_blocks, leave_tokens, reserve_blocks,
+                    write_policy, write_uses, low_watermark_blocks, min_onload_blocks,
+                    std::move(eviction), state_slots, std::move(groups), max_leases,
+                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots, external_device,
+                    splits_items, std::move(salts), std::move(parts)});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = SavePolicy::kNone,
             "write_uses"_a = 2, "low_watermark_blocks"_a = 0, "min_onload_blocks"_a = 0,
             "eviction"_a = "lru", "state_slots"_a = 0, "windows"_a = std::vector<WindowTuple>(),
             "max_leases"_a = kMaxLeases, "stores"_a.none() = nb::none(), "host_state_slots"_a = 0,
-            "external_device"_a = false, "splits_items"_a = false)
+            "external_device"_a = false, "splits_items"_a = false,
+            "shares"_a = std::map<std::string, double>())
         .def(
             "match",
             [](Core& core, Tokens tokens, std::string_view context, bool reads, bool writes) {
@@ -788,6 +795,15 @@ void bind_core(nb::module_& m) {
         .def("finish_step", &Core::finish_step, "step"_a)
         .def("unfinished_step", &Core::unfinished_step,
              "Return the newest step that may still use blocks, or 0.")
+        .def("retain", &Core::retain, "tokens"_a, "context"_a, "items"_a, "priority"_a, "end"_a,
+             "Evict the cached blocks of a prompt after others until end_retentions(end).")
+        .def("demote", &Core::demote, "tokens"_a, "context"_a, "items"_a,
+             "Evict the last blocks of a prompt, which nothing else shares, before others.")
+        .def("forget", &Core::forget, "tokens"_a, "context"_a, "items"_a,
+             "Drop the last blocks of a prompt, which nothing else shares.")
+        .def("end_retentions", &Core::end_retentions, "now"_a)
+        .def("retained_blocks", &Core::retained_blocks,
+             "Number of retained blocks that no lease uses, by context.")
         .def("evict_device", &Core::evict_device, "blocks"_a)
         .def("evict_host", &Core::evict_host, "blocks"_a)
         .def("resize_device", &Core::resize_device, "blocks"_a)

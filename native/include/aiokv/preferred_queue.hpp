@@ -1,0 +1,144 @@
+// A policy's queue, and before and behind it the blocks that applications prefer to lose or keep.
+//
+// The parts of a queue, in the order of eviction:
+//
+//   demoted   runs of kDemotedLevel
+//   normal    in the order of the policy
+//   retained  a part per level of Levels: by priority, and then by the end of the retention
+//   reserved  a part per salt with a share, at most as many blocks as the share; first that of the
+//             salt for which room is made, because others are to keep theirs
+//
+// Within a part other than the normal one, the least recently used run is evicted first. All runs
+// are evictable: a part only decides about the order, so no grant waits for the end of a retention.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "aiokv/eviction_order.hpp"
+#include "aiokv/prefix_tree.hpp"
+#include "aiokv/ranked_queue.hpp"
+
+namespace aiokv {
+
+class Report;
+
+// The levels of runs: one per pair of priority and end of retentions that have not ended.
+class Levels {
+  public:
+    // Parts with lower ranks are evicted first.
+    using Rank = std::uint64_t;
+    static constexpr Rank kDemoted = 0;
+    static constexpr Rank kNormal = 1;
+    static constexpr Rank kRetained = Rank{1} << 56;
+
+    // Returns the level of a priority and an end. Throws UsageError if there are too many.
+    Level open(std::uint32_t priority, std::uint64_t end);
+    // Makes the levels that end at `now` or before normal. Returns their former ranks.
+    std::vector<Rank> end(std::uint64_t now);
+    Rank rank(Level level) const { return ranks_[level]; }
+    // Returns true if so many levels have ended that no run should have one: see recycle().
+    bool should_recycle() const { return ended_.size() >= kMaxEnded; }
+    // Call when no run has a level that has ended.
+    void recycle();
+
+  private:
+    static constexpr std::size_t kMaxEnded = 256;
+
+    std::vector<Rank> ranks_{kNormal, kDemoted};  // by level; kNormal if it has ended
+    std::map<Rank, Level> open_;
+    std::vector<Level> ended_;
+    std::vector<Level> free_;
+};
+
+class PreferredQueue final : public TierQueue {
+  public:
+    using Rank = Levels::Rank;
+
+    // `shares`: part of `blocks` per salt that has a share; Run::share counts from 1.
+    PreferredQueue(PrefixTree& tree, const Levels& levels, TierQueue& normal,
+                   const std::vector<double>& shares, std::uint32_t blocks)
+        : tree_(tree),
+          levels_(levels),
+          normal_(normal),
+          shares_(shares),
+          blocks_(blocks),
+          reserved_(shares.size()) {}
+
+    RunId front() override { return first_from(0); }
+    RunId after(RunId run) const override;
+    RunId before(RunId run) const override { return queue_of(run).before(run); }
+    void push_back(RunId run) override { enter(run).push_back(run); }
+    void push_front(RunId run) override { enter(run).push_front(run); }
+    void insert_before(RunId part, RunId run) override { queue_of(run).insert_before(part, run); }
+    void insert_after(RunId part, RunId run) override { queue_of(run).insert_after(part, run); }
+    void remove(RunId run) override;
+    void clear() override;
+    // Call when a queued run has got, or has lost, so many blocks.
+    void grow(RunId run, std::uint32_t blocks);
+    void shrink(RunId run, std::uint32_t blocks);
+
+    void resize(std::uint32_t blocks) { blocks_ = blocks; }
+    // Returns true if a run may be in another part than the normal one.
+    bool has_parts() const { return !parts_.empty(); }
+    // Returns the rank of the part of a queued run.
+    Rank rank_of(RunId run) const;
+    // Returns the rank of the part that push_front() would choose.
+    Rank rank_to_enter(RunId run) const;
+    // Makes room for a salt with this share, or, with 0, for others. Returns the share before.
+    std::uint32_t serve(std::uint32_t share) { return std::exchange(served_, share); }
+    // Number of reserved blocks of the salt beyond its share.
+    std::uint32_t excess_of(std::uint32_t share) const;
+    RunId first_reserved(std::uint32_t share) const;
+    // Moves a reserved run to the end of the part of its level.
+    void end_reservation(RunId run);
+    // Moves the runs of a level that has ended to the normal part.
+    void end_level(Rank rank);
+    // Calls `visit` with each retained run.
+    template <class Visit>
+    void for_each_retained(Visit visit) {
+        for (auto& [rank, part] : parts_) {
+            for (RunId run = part.front(); run != kNoRun; run = part.after(run)) {
+                if (levels_.rank(tree_.runs()[run].level) > Levels::kNormal) visit(run);
+            }
+        }
+    }
+
+    void check(Report& report) const;
+
+  private:
+    static constexpr Rank kServed = Rank{1} << 62;  // of the salt for which room is made
+    static constexpr Rank kReservedPart = Rank{1} << 63;
+
+    bool is_normal(const Run& run) const {
+        return !run.has(kReserved) && levels_.rank(run.level) == Levels::kNormal;
+    }
+    Rank key_of(const Run& run) const {
+        return run.has(kReserved) ? kReservedPart | run.share : levels_.rank(run.level);
+    }
+    TierQueue& queue_of(RunId run) const {
+        const Run& r = tree_.runs()[run];
+        return is_normal(r) ? normal_ : const_cast<RankedQueue&>(parts_.at(key_of(r)));
+    }
+    TierQueue& enter(RunId run);
+    TierQueue& part(Rank key) {
+        return key == Levels::kNormal ? normal_
+                                      : parts_.try_emplace(key, tree_, nullptr).first->second;
+    }
+    void leave(Rank key);
+    RunId first_from(Rank from) const;
+
+    PrefixTree& tree_;
+    const Levels& levels_;
+    TierQueue& normal_;
+    std::map<Rank, RankedQueue> parts_;  // all parts but the normal one; none is empty
+    const std::vector<double> shares_;
+    std::uint32_t blocks_;
+    std::vector<std::uint32_t> reserved_;  // blocks
+    std::uint32_t served_ = 0;
+};
+
+}  // namespace aiokv

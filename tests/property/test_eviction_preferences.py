@@ -1,0 +1,80 @@
+"""Shares, retentions and demotions: cached blocks and victims equal those of a naive model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+
+from aiokv.config.cache_config import CacheConfig
+from aiokv.scheduler.plans import new_core
+from tests.models.preferences import Preferences
+
+CONTEXTS = {"": "", "1:a": "a", "1:b": "b", "1:clora": "c"}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_cached_blocks_equal_those_of_the_model(seed):
+    rng = Random(seed)
+    capacity, bt = rng.randint(10, 30), 2
+    shares = rng.choice([{}, {"a": 0.3}, {"a": 0.5, "b": 0.5}, {"": 0.2, "c": 0.4}])
+    core = new_core(
+        CacheConfig(
+            device_blocks=capacity, block_tokens=bt, eviction_policy="lru", salt_shares=shares
+        )
+    )
+    model = Preferences(
+        bt, capacity, {c: int(shares[s] * capacity) for c, s in CONTEXTS.items() if s in shares}
+    )
+    now = 0
+    seen: Counter[str] = Counter()
+    for _ in range(400):
+        context = rng.choice(list(CONTEXTS))
+        tokens = [rng.choice((1, 1, 1, 2)) for _ in range(rng.randint(1, 14))]
+        array = np.array(tokens, np.int32)
+        verb = rng.choice(["request"] * 8 + ["retain", "retain", "demote", "forget", "end"])
+        if verb == "request":
+            lease, hit, _ = core.match(array, context)
+            assert core.allocate(lease, len(tokens)) == 1
+            core.commit(lease, len(tokens), 0)
+            core.release(lease, 0)
+            assert model.request(context, tokens) == hit
+        elif verb == "retain":
+            priority, end = rng.randrange(3), now + rng.randint(1, 6)
+            blocks = core.retain(array, context, [], priority, end)
+            assert model.retain(context, tokens, priority, end) == blocks
+            seen["retained"] += blocks
+        elif verb == "end":
+            now += rng.randint(1, 3)
+            core.end_retentions(now)
+            model.end(now)
+        else:
+            blocks = getattr(core, verb)(array, context, [])
+            assert getattr(model, verb)(context, tokens) == blocks
+            seen[verb] += blocks
+        cached = {(c, tuple(np.frombuffer(t, np.int32).tolist())) for c, t, *_ in core.blocks()}
+        assert cached == model.cached
+        kept = Counter(c for c, t in model.level if model.level[c, t] > (1,))
+        counted = core.retained_blocks()  # without parents whose children are evicted later
+        assert Counter(counted) <= kept
+        seen["exact"] += counted == kept
+        assert core.violations() == []
+    assert seen["retained"] + seen["demote"] + seen["forget"] > 10
+    assert seen["exact"] > 320
+
+
+def test_levels_of_ended_retentions_are_used_again():
+    core = new_core(CacheConfig(device_blocks=8, block_tokens=2))
+    tokens = np.arange(9, dtype=np.int32)
+    lease = core.match(tokens, "")[0]
+    core.allocate(lease, 9)
+    core.commit(lease, 9, 0)
+    core.retain(tokens, "", [], 0, 1)  # in use, while its level ends and is used again
+    for end in range(2, 5_000):
+        core.retain(tokens[:2], "", [], 0, end)
+        core.end_retentions(end - 1)
+    core.release(lease, 0)
+    assert core.retained_blocks() == {"": 1}
+    assert core.violations() == []
