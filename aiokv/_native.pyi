@@ -950,6 +950,11 @@ def verify_blocks(address: int, pitch_bytes: int, payload_bytes: int, blocks: An
     Return Result.DONE or Result.WRONG for each block: whether its trailer is that of the key and of the payload. Arguments, threads and errors as of seal_blocks().
     """
 
+def copy_objects(source: tuple[int, int, int], source_blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], target: tuple[int, int, int], target_blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, payload_bytes: int, keys: bytes) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    """
+    Copy the objects of blocks between two memories, each given by its address, pitch_bytes and num_blocks, and return for each copy what verify_blocks() would. Threads and errors as of seal_blocks().
+    """
+
 def verify_object(buffer: object, key: bytes) -> bool:
     """
     Return True if a contiguous buffer is a payload and the trailer of the payload and key. Releases the GIL. Raises UsageError on a key of another length than 32 bytes.

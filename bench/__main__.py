@@ -40,6 +40,7 @@ BENCHES = (
     "peers_transports",
     "disk_io",
     "disk",
+    "host_store",
     "redis_store",
     "remote_stores",
     "peers_tcp",

@@ -1,4 +1,4 @@
-"""``aiokv store ls|verify|gc PATH``: the files of a DiskStore or a DirectoryStore."""
+"""``aiokv store``: the files of a DiskStore or a DirectoryStore, and the memory of a host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from aiokv.cli import store_host
 from aiokv.cli.arguments import add_count, age
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ EXIT_BAD: Final = 1
 READ_THREADS: Final = 4
 
 EPILOG = """\
+serve and stat are for shared memory; ls, verify and gc for the files of a disk or directory store.
+
 ls and gc read no block, except for gc --verify; verify reads all blocks. While an engine uses a
 disk store, only ls works; a directory store can be listed, verified and cleaned up at any time.
 
@@ -44,8 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the ``store`` command."""
     parser = subparsers.add_parser(
         "store",
-        help="list, verify or clean up the files of a store",
-        description="List, verify or clean up the files of a DiskStore or a DirectoryStore.",
+        help="list, verify or clean up the files of a store; share memory among engines",
+        description="List, verify or clean up the files of a DiskStore or a DirectoryStore, or "
+        "share the memory of a host among its engines.",
         epilog=EPILOG,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
@@ -65,6 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--verify", action="store_true", help="also read every block, and remove the wrong ones"
     )
     clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    store_host.add_actions(actions)
     for action in (verify, clean):
         add_count(action, "--threads", READ_THREADS, "threads that read blocks")
     for action in (listing, verify, clean):
@@ -82,6 +87,10 @@ def run(args: argparse.Namespace) -> int:
         AiokvError: see :mod:`aiokv.stores.inspection`; or an output file cannot be written.
         OSError: a file of the store cannot be read or removed.
     """
+    if args.action == "serve":
+        return store_host.serve(args)
+    if args.action == "stat":
+        return store_host.stat(args)
     from aiokv.cli.files import check_writable, write_json
     from aiokv.cli.progress import show_progress
     from aiokv.stores.inspection import open_files

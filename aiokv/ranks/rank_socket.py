@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import AiokvError, ConfigError
 from aiokv.ranks.rank_state import MAX_RANKS
-from aiokv.wire.unix import claimed, listening_socket, remove_stale
+from aiokv.wire.unix import OwnedSocket, claimed, remove_stale
 
 if TYPE_CHECKING:
     import socket
@@ -42,7 +42,7 @@ class RankSocket:
         self._directory: Path | None = None
         self._listener: Listener[RankConnection] | None = None
         self._ending: Listener[RankConnection] | None = None  # the listener that aclose waits for
-        self._inode = 0
+        self._owned: OwnedSocket | None = None
 
     @property
     def handshakes(self) -> int:
@@ -62,9 +62,8 @@ class RankSocket:
             return self.path
         try:
             path = self._place()
-            listening = listening_socket(path, MAX_RANKS)
-            self._inode = path.stat().st_ino
-            self._listener = listen(listening, str(path))
+            self._owned = OwnedSocket(path, MAX_RANKS)
+            self._listener = listen(self._owned.listening, str(path))
         except BaseException:
             self.close()
             raise
@@ -106,10 +105,8 @@ class RankSocket:
 
         Sockets without a Hello are closed; open connections are not affected.
         """
-        if self._listener is not None and self.path is not None:
-            # No other process takes the path while this socket listens: see `listening_socket`.
-            if self.path.exists() and self.path.lstat().st_ino == self._inode:
-                self.path.unlink(missing_ok=True)
+        if self._listener is not None and self._owned is not None:
+            self._owned.remove()
             self._listener.close()
             self._listener = None
         if self._directory is not None:

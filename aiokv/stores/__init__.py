@@ -15,6 +15,7 @@ from aiokv.stores.use import StoreUse
 if TYPE_CHECKING:
     from aiokv.stores.directory import DirectoryStore
     from aiokv.stores.disk import DiskStore
+    from aiokv.stores.host import HostStore
     from aiokv.stores.mooncake import MooncakeStore
     from aiokv.stores.redis import RedisStore
     from aiokv.stores.s3 import S3Store
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DirectoryStore",
     "DiskStore",
+    "HostStore",
     "MooncakeStore",
     "RedisStore",
     "Result",
@@ -39,6 +41,7 @@ __all__ = [
 _MODULES: Final = {
     "DirectoryStore": "aiokv.stores.directory",
     "DiskStore": "aiokv.stores.disk",
+    "HostStore": "aiokv.stores.host",
     "MooncakeStore": "aiokv.stores.mooncake",
     "RedisStore": "aiokv.stores.redis",
     "S3Store": "aiokv.stores.s3",

@@ -113,7 +113,7 @@ class Store(Protocol):
     raises or is cancelled: a cancelled call ends as soon as the store no longer accesses them.
 
     Attributes:
-        kind: ``"disk"``, ``"mooncake"``, ``"redis"``, ``"s3"``, ``"directory"``.
+        kind: ``"host"``, ``"disk"``, ``"mooncake"``, ``"redis"``, ``"s3"``, ``"directory"``.
         url: address without secrets, for messages and statistics.
         max_concurrent: operations that the guard runs at a time.
         max_lookup_keys: keys of one call of ``lookup``, for a store that needs a request per key:
@@ -121,6 +121,9 @@ class Store(Protocol):
             which find the end of a prefix by bisection; see :mod:`aiokv.stores.search`. 0 for a
             store whose calls take any number of keys.
         lookup_deadline_seconds: default of ``StoreUse.lookup_deadline_seconds``.
+        verifies_loads: True if ``load`` compares length, key and checksum of the bytes in each
+            block by ``_native.copy_objects`` or ``verify_blocks``, and returns ``WRONG`` where they
+            differ: the guard then does not read the blocks again.
     """
 
     kind: str
@@ -128,6 +131,7 @@ class Store(Protocol):
     max_concurrent: int
     max_lookup_keys: int = 0
     lookup_deadline_seconds: float = 0.25
+    verifies_loads: bool = False
 
     def for_group(self, group: str) -> Store | None:
         """Return an unopened store for the objects of another group, which have another size, on

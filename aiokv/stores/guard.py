@@ -462,10 +462,11 @@ class StoreGuard:
         results: NDArray[np.uint8],
         accesses: Accesses | None,
     ) -> NDArray[np.uint8]:
-        """Return the results after the proof of the loaded blocks; quarantine the wrong ones."""
+        """Return the results after the proof of the loaded blocks, unless the store has verified
+        them; quarantine the wrong ones."""
         loaded = np.flatnonzero(results == Result.DONE)
         results = results.copy()
-        if len(loaded) and self._proof is not None:
+        if len(loaded) and self._proof is not None and not self._store.verifies_loads:
             loaded_keys = _selected(keys, loaded)
             results[loaded] = await self._proof.verify(loaded_keys, blocks[loaded], accesses)
         wrong = np.flatnonzero(results == Result.WRONG)

@@ -1,9 +1,9 @@
 """Stores from URLs, for configuration files and environment variables.
 
-``disk:/nvme/kv?bytes=400GiB``, ``redis://host:6379/0``, ``mooncake://host:50051``,
-``s3://bucket/prefix``, ``directory:/mnt/shared/kv``. The options ``read``, ``save``, ``required``,
-``deadline``, ``lookup_deadline`` and ``retry`` (see :class:`StoreUse`) apply to all kinds; the
-other options are arguments of one kind.
+``host:///run/aiokv/host.sock``, ``disk:/nvme/kv?bytes=400GiB``, ``redis://host:6379/0``,
+``mooncake://host:50051``, ``s3://bucket/prefix``, ``directory:/mnt/shared/kv``. The options
+``read``, ``save``, ``required``, ``deadline``, ``lookup_deadline`` and ``retry`` (see
+:class:`StoreUse`) apply to all kinds; the other options are arguments of one kind.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 VARIABLE: Final = "AIOKV_STORES"
 _KINDS: Final = {  # scheme -> (module, class)
+    "host": ("aiokv.stores.host", "HostStore"),
     "disk": ("aiokv.stores.disk", "DiskStore"),
     "redis": ("aiokv.stores.redis", "RedisStore"),
     "rediss": ("aiokv.stores.redis", "RedisStore"),

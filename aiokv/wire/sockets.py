@@ -162,6 +162,52 @@ async def first_message(connected: socket.socket, codec: Codec[Any, R]) -> R:
         ConnectionResetError: the other side closed the connection first.
     """
     length = int.from_bytes(await received(connected, LENGTH_BYTES), "little")
+    return await _message(connected, length, codec)
+
+
+async def _message(connected: socket.socket, length: int, codec: Codec[Any, R]) -> R:
     if length > codec.max_message_bytes:
         raise too_long(length, codec)
     return decoded(codec, memoryview(await received(connected, length)))
+
+
+async def send_with_descriptor(connected: socket.socket, frame: bytes, descriptor: int) -> None:
+    """Send a first, short frame on a Unix socket, and a descriptor with its first byte.
+
+    Raises:
+        OSError: the other side has closed the connection, or the kernel takes no part of the frame.
+    """
+    sent = socket.send_fds(connected, [frame], [descriptor])
+    await asyncio.get_running_loop().sock_sendall(connected, frame[sent:])
+
+
+async def first_message_with_descriptor(
+    connected: socket.socket, codec: Codec[Any, R]
+) -> tuple[R, int | None]:
+    """Return the first message of the other side of a Unix socket, and the descriptor with it.
+
+    The caller closes the descriptor.
+
+    Raises:
+        ProtocolError: as ``first_message``. A descriptor is closed.
+        ConnectionResetError: the other side closed the connection first.
+
+    Cancellation: a descriptor is closed.
+    """
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(connected, readable.set_result, None)
+    readable.add_done_callback(lambda _: loop.remove_reader(connected))
+    await readable
+    await asyncio.sleep(0)  # uvloop stops watching a descriptor one pass later
+    begin, descriptors, _, _ = socket.recv_fds(connected, LENGTH_BYTES, 1)
+    try:
+        begin += await received(connected, LENGTH_BYTES - len(begin)) if begin else b""
+        if not begin:
+            raise ConnectionResetError(CLOSED)
+        message = await _message(connected, int.from_bytes(begin, "little"), codec)
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return message, descriptors[0] if descriptors else None

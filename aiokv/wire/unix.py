@@ -18,6 +18,32 @@ if TYPE_CHECKING:
 MAX_PATH_BYTES: Final = 107  # size of sockaddr_un's path without its final zero
 
 
+class OwnedSocket:
+    """A listening socket, and its path while it is the file of this socket.
+
+    Args:
+        path: path of the socket.
+        backlog: number of connections that may wait to be accepted.
+
+    Attributes:
+        listening: non-blocking socket.
+
+    Raises:
+        ConfigError: as ``listening_socket``.
+    """
+
+    def __init__(self, path: Path, backlog: int) -> None:
+        self.listening = listening_socket(path, backlog)
+        self._path = path
+        self._inode = path.stat().st_ino
+
+    def remove(self) -> None:
+        """Remove the path, unless it is another file now. Call before the socket is closed."""
+        # No other process takes the path while this socket listens: see `listening_socket`.
+        if self._path.exists() and self._path.lstat().st_ino == self._inode:
+            self._path.unlink(missing_ok=True)
+
+
 def listening_socket(path: Path, backlog: int) -> socket.socket:
     """Return a listening socket with a file of mode 0600; one process at a time owns the path.
 

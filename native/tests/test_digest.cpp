@@ -229,6 +229,37 @@ TEST(blocks_are_sealed_and_verified_with_the_key_of_their_index) {
     CHECK(arena.verify() == expected);
 }
 
+TEST(copied_objects_are_verified_with_the_key_of_their_index) {
+    for (const std::uint64_t payload_bytes : {1, 1000, 1024, 1025, 5000}) {
+        Arena source(payload_bytes, 5);
+        Arena target(payload_bytes, 7);
+        seal_blocks(source.blocks, source.ids, source.keys);
+        source.memory[3 * source.blocks.pitch_bytes + payload_bytes - 1] ^= 1;   // ids[1]
+        source.memory[2 * source.blocks.pitch_bytes + payload_bytes + 20] ^= 1;  // key of ids[2]
+        const std::vector<std::int32_t> targets{6, 5, 4, 3, 0};
+        const auto before = target.memory;
+        std::vector<StoreResult> results(5);
+        copy_objects(source.blocks, source.ids, target.blocks, targets, source.keys,
+                     results.data());
+        auto expected = std::vector(5, StoreResult::kDone);
+        expected[1] = expected[2] = StoreResult::kWrong;
+        CHECK(results == expected);
+        for (const std::size_t i : {0, 3, 4}) {
+            CHECK(std::ranges::equal(source.blocks.object(source.ids[i]),
+                                     target.blocks.object(targets[i])));
+        }
+        for (std::size_t i = 0; i < before.size(); ++i) {
+            const std::size_t block = i / target.blocks.pitch_bytes;
+            const bool is_target = block == 0 || block >= 3;
+            const bool is_object = i % target.blocks.pitch_bytes < payload_bytes + kTrailerBytes;
+            if (!is_target || !is_object) CHECK_EQ(target.memory[i], before[i]);
+        }
+        Arena other(payload_bytes + 1, 5);
+        CHECK_THROWS(UsageError, copy_objects(source.blocks, source.ids, other.blocks, source.ids,
+                                              source.keys, results.data()));
+    }
+}
+
 TEST(wrong_batches_are_refused_and_change_nothing) {
     Arena arena(100, 3);
     const auto before = arena.memory;
@@ -236,6 +267,8 @@ TEST(wrong_batches_are_refused_and_change_nothing) {
         std::vector<StoreResult> results(bad.ids.size());
         CHECK_THROWS(UsageError, seal_blocks(bad.blocks, bad.ids, bad.keys));
         CHECK_THROWS(UsageError, verify_blocks(bad.blocks, bad.ids, bad.keys, results.data()));
+        CHECK_THROWS(UsageError, copy_objects(arena.blocks, arena.ids, bad.blocks, bad.ids,
+                                              bad.keys, results.data()));
     };
     for (const std::int32_t id : {-1, 3, 1}) {  // ids are 2, 1, 0
         Arena bad = arena;

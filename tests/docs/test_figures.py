@@ -168,6 +168,17 @@ def test_speed_of_the_disk_store_relative_to_a_plain_loop():
     assert cells_of(README, "Speed of the disk store")[1] == " / ".join(parts)
 
 
+@pytest.mark.parametrize("operation", ["load", "save"])
+def test_speed_of_the_shared_memory_of_a_host(operation):
+    sizes = results("host_store")["benches"]["host_store"].values()
+    section = MEASURED[MEASURED.index("### Shared memory of a host") :]
+    expected = [
+        ", ".join(f"{size[f'{operation}_{ratio}']:.2f}" for size in sizes)
+        for ratio in ("ratio", "cpu_ratio")
+    ]
+    assert cells_of(section, f"{operation}s")[1:] == expected
+
+
 def test_fetches_and_computed_prompts_by_the_bandwidth_of_the_disk():
     measured = results("fetch_or_compute")["benches"]["fetch_or_compute"]
     section = MEASURED[MEASURED.index("### Fetch or compute") :]

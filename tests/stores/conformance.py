@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from aiokv._native import seal_blocks
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import StoreError
 from aiokv.layout.host_format import TRAILER_BYTES, pitch_bytes
@@ -74,11 +74,12 @@ def keys_of(numbers: Iterable[int]) -> bytes:
 
 
 def object_of(key: bytes, payload_bytes: int) -> bytes:
-    """Return an object of random bytes, with a trailer of the size of a sealed one."""
+    """Return a sealed object of random bytes."""
     seed = np.frombuffer(key, np.uint32)
-    payload = np.random.default_rng(seed).integers(0, 256, payload_bytes, np.uint8).tobytes()
-    trailer = struct.pack("<8sQ32s", b"testaiok", payload_bytes, key)
-    return payload + trailer.ljust(TRAILER_BYTES, b"\x5a")
+    size = payload_bytes + TRAILER_BYTES
+    content = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    seal_blocks(content.ctypes.data, size, payload_bytes, ids(0), key, num_blocks=1)
+    return content.tobytes()
 
 
 def ids(*blocks: int) -> NDArray[np.int32]:

@@ -53,4 +53,12 @@ void seal_blocks(const ObjectBlocks& blocks, std::span<const std::int32_t> ids,
 void verify_blocks(const ObjectBlocks& blocks, std::span<const std::int32_t> ids,
                    std::span<const std::uint8_t> keys, StoreResult* results);
 
+// Copies the object in block from_ids[i] of `from` to block to_ids[i] of `to`, and verifies the
+// copy while it is in the processor's cache. Of a wrong object, a part may have been copied. Other
+// processes may write to `from` meanwhile: the bytes of the copy are those that were verified.
+// Throws UsageError as verify_blocks does, and if the payloads of the blocks differ in size.
+void copy_objects(const ObjectBlocks& from, std::span<const std::int32_t> from_ids,
+                  const ObjectBlocks& to, std::span<const std::int32_t> to_ids,
+                  std::span<const std::uint8_t> keys, StoreResult* results);
+
 }  // namespace aiokv

@@ -61,6 +61,36 @@ void check_batch(const ObjectBlocks& blocks, std::span<const std::int32_t> ids,
     }
 }
 
+constexpr std::size_t kLineBytes = 64, kPrefetchBytes = 2048;
+
+// Copies a piece and adds the copy to the checksum while it is in the first-level cache. Prefetches
+// the pieces after it, which otherwise would not be read while the processor multiplies: that took
+// 1.4 times longer. Streaming stores were slower still.
+void copy_piece(const std::uint8_t* from, std::span<std::uint8_t> to, Checksum& checksum) {
+    for (std::size_t i = 0; i < to.size(); i += kLineBytes) {
+        __builtin_prefetch(from + kPrefetchBytes + i);
+    }
+    std::memcpy(to.data(), from, to.size());
+    checksum.add(to);
+}
+
+bool copy_object(std::span<const std::uint8_t> from, std::span<std::uint8_t> to,
+                 const Digest& key) {
+    const std::size_t payload_bytes = from.size() - kTrailerBytes;
+    Trailer found;
+    std::memcpy(&found, &from[payload_bytes], sizeof found);
+    const Trailer expected{.payload_bytes = payload_bytes, .key = key};
+    if (std::memcmp(&found, &expected, kHeaderBytes) != 0) return false;
+    Checksum checksum;
+    for (std::size_t begin = 0; begin < payload_bytes; begin += Checksum::kChunkBytes) {
+        const std::size_t bytes = std::min(Checksum::kChunkBytes, payload_bytes - begin);
+        copy_piece(&from[begin], to.subspan(begin, bytes), checksum);
+    }
+    checksum.add({reinterpret_cast<const std::uint8_t*>(&found), kHeaderBytes});
+    std::memcpy(&to[payload_bytes], &found, sizeof found);
+    return checksum.value() == found.checksum;
+}
+
 }  // namespace
 
 void ObjectBlocks::check() const {
@@ -111,6 +141,23 @@ void verify_blocks(const ObjectBlocks& blocks, std::span<const std::int32_t> ids
     for (std::size_t i = 0; i < ids.size(); ++i) {
         results[i] = verify_object(blocks.object(ids[i]), key_at(keys, i)) ? StoreResult::kDone
                                                                            : StoreResult::kWrong;
+    }
+}
+
+void copy_objects(const ObjectBlocks& from, std::span<const std::int32_t> from_ids,
+                  const ObjectBlocks& to, std::span<const std::int32_t> to_ids,
+                  std::span<const std::uint8_t> keys, StoreResult* results) {
+    check_batch(from, from_ids, keys);
+    check_batch(to, to_ids, keys);
+    if (from.payload_bytes != to.payload_bytes) {
+        throw UsageError("payload_bytes is " + std::to_string(from.payload_bytes) +
+                         " for the blocks to copy, and " + std::to_string(to.payload_bytes) +
+                         " for the copies");
+    }
+    for (std::size_t i = 0; i < from_ids.size(); ++i) {
+        const bool copied =
+            copy_object(from.object(from_ids[i]), to.object(to_ids[i]), key_at(keys, i));
+        results[i] = copied ? StoreResult::kDone : StoreResult::kWrong;
     }
 }
 

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "aiokv/error.hpp"
 #include "aiokv/item_keys.hpp"
@@ -121,6 +123,12 @@ void seal(std::uintptr_t address, std::uint64_t pitch_bytes, std::uint64_t paylo
     seal_blocks(objects, view(blocks), key_bytes);
 }
 
+ResultArray result_array(std::unique_ptr<StoreResult[]> results, std::size_t count) {
+    StoreResult* data = results.release();
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<StoreResult*>(p); });
+    return ResultArray(data, {count}, owner);
+}
+
 ResultArray verify(std::uintptr_t address, std::uint64_t pitch_bytes, std::uint64_t payload_bytes,
                    const IdArray& blocks, const nb::bytes& keys, std::uint64_t num_blocks) {
     const ObjectBlocks objects = object_blocks(address, pitch_bytes, payload_bytes, num_blocks);
@@ -130,9 +138,27 @@ ResultArray verify(std::uintptr_t address, std::uint64_t pitch_bytes, std::uint6
         nb::gil_scoped_release released;
         verify_blocks(objects, view(blocks), key_bytes, results.get());
     }
-    StoreResult* data = results.release();
-    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<StoreResult*>(p); });
-    return ResultArray(data, {blocks.size()}, owner);
+    return result_array(std::move(results), blocks.size());
+}
+
+// Address, distance and number of the blocks of one memory.
+using Memory = std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t>;
+
+ResultArray copy(const Memory& source, const IdArray& source_blocks, const Memory& target,
+                 const IdArray& target_blocks, std::uint64_t payload_bytes, const nb::bytes& keys) {
+    const auto blocks_of = [&](const Memory& memory) {
+        const auto& [address, pitch_bytes, num_blocks] = memory;
+        return object_blocks(address, pitch_bytes, payload_bytes, num_blocks);
+    };
+    const ObjectBlocks from = blocks_of(source);
+    const ObjectBlocks to = blocks_of(target);
+    const auto key_bytes = view(keys);
+    auto results = std::make_unique<StoreResult[]>(source_blocks.size() + 1);
+    {
+        nb::gil_scoped_release released;
+        copy_objects(from, view(source_blocks), to, view(target_blocks), key_bytes, results.get());
+    }
+    return result_array(std::move(results), source_blocks.size());
 }
 
 // A borrowed buffer of any object that exports one.
@@ -187,6 +213,11 @@ void bind_digest(nb::module_& m) {
           "blocks"_a.noconvert(), "keys"_a, nb::kw_only(), "num_blocks"_a,
           "Return Result.DONE or Result.WRONG for each block: whether its trailer is that of the "
           "key and of the payload. Arguments, threads and errors as of seal_blocks().");
+    m.def("copy_objects", &copy, "source"_a, "source_blocks"_a.noconvert(), "target"_a,
+          "target_blocks"_a.noconvert(), nb::kw_only(), "payload_bytes"_a, "keys"_a,
+          "Copy the objects of blocks between two memories, each given by its address, pitch_bytes "
+          "and num_blocks, and return for each copy what verify_blocks() would. Threads and errors "
+          "as of seal_blocks().");
     m.def("verify_object", &verify_buffer, "buffer"_a, "key"_a,
           nb::sig("def verify_object(buffer: object, key: bytes) -> bool"),
           "Return True if a contiguous buffer is a payload and the trailer of the payload and key. "

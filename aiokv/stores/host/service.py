@@ -1,0 +1,200 @@
+"""HostService: the process that owns the shared memory of a host.
+
+The service knows which key is in which slot; engines copy objects to and from the slots themselves.
+A slot that an engine copies from is pinned, and a slot that it writes has no key until the object
+is whole. Both end with the connection of the engine.
+
+Only processes of the same user attach. Such a process can write to slots of others; an engine
+verifies each object that it loads, so damaged objects are not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final, Self
+
+import msgspec
+
+from aiokv.base.logs import Log
+from aiokv.errors import AiokvError, ConfigError, StoreError
+from aiokv.layout.host_format import STORE_ALIGNMENT_BYTES, TRAILER_BYTES
+from aiokv.stores.host.attachment import Attachment
+from aiokv.stores.host.below import Below
+from aiokv.stores.host.messages import (
+    ADMISSION_CODEC,
+    FIRST_CODEC,
+    PROTOCOL_VERSION,
+    SERVICE_CODEC,
+    Counts,
+    Hello,
+    Refuse,
+    Report,
+    Welcome,
+)
+from aiokv.stores.host.pools import SlotPools
+from aiokv.stores.threads import StoreThreads
+from aiokv.wire.connection import Connection, WireLimits
+from aiokv.wire.frames import FrameWriter
+from aiokv.wire.listener import Listener
+from aiokv.wire.sockets import HandshakeError, check_user, first_message, send_with_descriptor
+from aiokv.wire.unix import OwnedSocket
+
+if TYPE_CHECKING:
+    import socket
+    from pathlib import Path
+
+    from aiokv.stores.host.messages import FromEngine, FromService
+    from aiokv.stores.host.pools import SlotPool
+    from aiokv.stores.use import StoreUse
+
+_log: Final = Log(__name__)
+_BACKLOG: Final = 128
+_THREADS: Final = 2
+
+
+class HostService:
+    """Shared memory behind a Unix socket. Used on one loop, as a context manager.
+
+    Args:
+        path: path of the socket, in a directory that no other user can write.
+        capacity_bytes: limit of the shared memory.
+        below: store that gets all objects, too, and whose objects are loaded again; None for none.
+
+    Raises:
+        ConfigError: the store below cannot have objects of several sizes.
+    """
+
+    def __init__(self, path: Path, capacity_bytes: int, below: StoreUse | None = None) -> None:
+        self._path = path
+        self._pools = SlotPools(capacity_bytes)
+        self._below_use = below
+        self._below: dict[tuple[int, int], asyncio.Task[Below]] = {}
+        self._threads = StoreThreads("host", _THREADS)
+        self._limits = WireLimits()
+        self._socket: OwnedSocket | None = None
+        self._listener: Listener[Connection[FromService, FromEngine]] | None = None
+        self._attachments: dict[Connection[FromService, FromEngine], Attachment | None] = {}
+        if below is not None and below.store.kind != "disk":
+            raise ConfigError(
+                f"below is a store of kind {below.store.kind!r}; it must be a disk store",
+                hint="write --below 'disk:/nvme/kv?bytes=400GiB'",
+            )
+
+    async def __aenter__(self) -> Self:
+        """Listen.
+
+        Raises:
+            ConfigError: the socket cannot be created, or another process listens there.
+        """
+        self._socket = OwnedSocket(self._path, _BACKLOG)
+        self._listener = Listener(
+            self._socket.listening, str(self._path), self._admit, self._start, self._limits
+        )
+        _log.info("host.opened", path=str(self._path), capacity_bytes=self._pools.capacity_bytes)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Detach all engines, save queued objects to the store below, and remove the socket."""
+        if self._socket is not None and self._listener is not None:
+            self._socket.remove()
+            await self._listener.aclose()
+        for attachment in self._attachments.values():
+            if attachment is not None:
+                await attachment.aclose()
+        for opening in list(self._below.values()):
+            with suppress(AiokvError):  # its engine was refused
+                await (await opening).aclose()
+        await self._threads.aclose()
+        self._pools.close()
+        _log.info("host.closed", path=str(self._path))
+
+    def report(self) -> Report:
+        """Return the counts of all sizes."""
+        return Report(
+            capacity_bytes=self._pools.capacity_bytes,
+            below="" if self._below_use is None else self._below_use.store.url,
+            sizes=[self._counts_of(pool) for pool in self._pools.pools.values()],
+        )
+
+    def _counts_of(self, pool: SlotPool) -> Counts:
+        opening = self._below.get((pool.payload_bytes, pool.pitch_bytes))
+        if opening is None or not opening.done() or _failed(opening):
+            return pool.counts
+        below = opening.result()
+        return msgspec.structs.replace(
+            pool.counts,
+            saved_below=below.saved_blocks,
+            loaded_below=below.loaded_blocks,
+            dropped_below=below.dropped_blocks,
+        )
+
+    # --- engines ----------------------------------------------------------------------------------
+
+    async def _admit(
+        self, _: object, accepted: socket.socket, remote: str
+    ) -> Connection[FromService, FromEngine]:
+        """Return the connection of an engine, or of a process that reads the counts."""
+        check_user(accepted)
+        first = await first_message(accepted, FIRST_CODEC)
+        attachment = None
+        try:
+            if first.version != PROTOCOL_VERSION:
+                raise StoreError(
+                    f"the engine has version {first.version} of the protocol; this service has "
+                    f"version {PROTOCOL_VERSION}"
+                )
+            if isinstance(first, Hello):
+                attachment = await self._attachment(first)
+        except AiokvError as error:
+            await _send(accepted, Refuse(reason=str(error)))
+            raise HandshakeError(str(error)) from error
+        connection = Connection(accepted, remote, SERVICE_CODEC)
+        if attachment is None:
+            await _send(accepted, self.report())
+        else:
+            welcome = ADMISSION_CODEC.encoded(Welcome(num_slots=attachment.pool.num_slots))
+            frame = FrameWriter(None).frame(welcome)
+            await send_with_descriptor(accepted, frame, attachment.pool.descriptor)
+        self._attachments = {c: a for c, a in self._attachments.items() if not c.reason}
+        self._attachments[connection] = attachment
+        return connection
+
+    async def _attachment(self, hello: Hello) -> Attachment:
+        size = hello.payload_bytes, hello.pitch_bytes
+        is_aligned = hello.pitch_bytes % STORE_ALIGNMENT_BYTES == 0
+        if not (0 < hello.payload_bytes + TRAILER_BYTES <= hello.pitch_bytes and is_aligned):
+            raise StoreError(f"objects of {size[0]} bytes in slots of {size[1]} bytes")
+        if not 0 < hello.share <= 1:
+            raise StoreError(f"share is {hello.share}; it must be above 0, at most 1")
+        if hello.pitch_bytes > self._pools.capacity_bytes:
+            raise StoreError(
+                f"a block takes {hello.pitch_bytes} bytes; the shared memory has "
+                f"{self._pools.capacity_bytes} bytes"
+            )
+        pool = self._pools.pool(*size)
+        counts = partial(self._counts_of, pool)
+        below = None
+        if self._below_use is not None:
+            if size not in self._below or _failed(self._below[size]):
+                below = Below(self._below_use, pool, self._pools, self._threads, hello.share)
+                self._below[size] = asyncio.create_task(below.opened())
+            below = await asyncio.shield(self._below[size])
+        return Attachment(pool, self._pools, below, self._threads, hello.share, counts)
+
+    def _start(self, connection: Connection[FromService, FromEngine]) -> None:
+        attachment = self._attachments[connection]
+        if attachment is None:
+            connection.close()
+        else:
+            attachment.start(connection)
+
+
+def _failed(opening: asyncio.Task[Below]) -> bool:
+    return opening.done() and opening.exception() is not None
+
+
+async def _send(accepted: socket.socket, message: Refuse | Report) -> None:
+    frame = FrameWriter(None).frame(ADMISSION_CODEC.encoded(message))
+    await asyncio.get_running_loop().sock_sendall(accepted, frame)
