@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "store",
         help="list, verify or clean up the files of a store; share memory among engines",
-        description="List, verify or clean up the files of a DiskStore or a DirectoryStore, or "
+        description="List, verify or clean up the files of a DiskStore or a DirectoryStore, or\n"
         "share the memory of a host among its engines.",
         epilog=EPILOG,
     )

@@ -176,7 +176,7 @@ def test_speed_of_the_shared_memory_of_a_host(operation):
         ", ".join(f"{size[f'{operation}_{ratio}']:.2f}" for size in sizes)
         for ratio in ("ratio", "cpu_ratio")
     ]
-    assert cells_of(section, f"{operation}s")[1:] == expected
+    assert cells_of(section, f"`HostStore`, {operation}s")[1:] == expected
 
 
 def test_fetches_and_computed_prompts_by_the_bandwidth_of_the_disk():
