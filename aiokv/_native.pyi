@@ -1166,3 +1166,29 @@ class Repack:
         """
         Copy parts, rows of int64 (source address, target address, first token in the source, first token in the target, tokens). Call it in a thread: it releases the GIL. Raises UsageError before the first access. The addresses are not checked.
         """
+
+class Turn:
+    """
+    Which thread may run the code of an event loop. `with turn as is_mine` borrows it if the loop waits for events, and does not wait.
+    """
+
+    def __init__(self) -> None: ...
+
+    def offer(self) -> None:
+        """Loop's thread: let others borrow the turn until `reclaim`."""
+
+    def reclaim(self) -> bool:
+        """
+        Loop's thread: wait for a borrower, and end the offer. Return True if others have had the turn.
+        """
+
+    def want(self) -> None:
+        """Let nobody borrow the turn before the loop has had it."""
+
+    @property
+    def offered(self) -> bool:
+        """True while the loop waits for events."""
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(self, exc_type: object | None, exc: object | None, traceback: object | None) -> None: ...

@@ -197,9 +197,11 @@ class Lifetime:
             UsageError: the calling thread is not the thread of the loop.
             BrokenEngineError: a failure has left the state of the engine unknown.
         """
-        if get_ident() != self._thread and self._thread:
-            if self.is_unknown:
-                raise self.new_error()
+        if self._thread in (0, get_ident()):
+            return
+        if self.is_unknown:
+            raise self.new_error()
+        if _running_loop() is not self._loop:
             raise UsageError(
                 "the engine was called in a thread other than the thread of its event loop",
                 hint="read the values on the loop and pass them on; any thread may use block_table "

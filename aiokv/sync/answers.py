@@ -61,6 +61,9 @@ class Answer(msgspec.Struct, Generic[T], eq=False):
         """Fail the call, because the engine's thread has ended."""
         self.error = error
 
+    def note_interrupt(self) -> None:
+        """Note that an interrupt, which is ``error``, has ended the call."""
+
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function)).lstrip("_")
         state = "not called yet" if not self.done else repr(self.error) if self.error else "done"
@@ -85,22 +88,33 @@ class FutureAnswer(Answer[None]):
         self.error = error
         self.args[0].fail(error)
 
+    def note_interrupt(self) -> None:
+        """Cancel the future: nothing else might settle it."""
+        self.args[0].abandon()
+
 
 def make_calls(answers: Sequence[Answer[Any]]) -> BaseException | None:
-    """Make calls, in order, and note their values and errors. On the engine's loop.
+    """Make calls, in order, and note their values and errors. With the turn of the engine's loop.
 
     One loop without a call of its own per answer: it runs while a scheduler waits.
 
     Returns:
-        The first error; None without errors.
+        The first interrupt, such as ``KeyboardInterrupt`` or ``SystemExit``, or else the first
+        error; None without errors.
     """
     first: BaseException | None = None
     for answer in answers:
         try:
             answer.returned = answer.function(*answer.args)
-        except BaseException as error:  # also SystemExit: it belongs to the caller
+        except Exception as error:
+            answer.error = error  # before any call, behind which an interrupt may come
             answer.error = without_frames(error)
             first = first or answer.error
+        except BaseException as error:  # it belongs to the caller
+            answer.error = error
+            if first is None or isinstance(first, Exception):
+                first = error
+            answer.note_interrupt()
     return first
 
 

@@ -1,4 +1,4 @@
-"""Calls: the calls of one scheduler step, which cross to the engine's thread together."""
+"""Calls: the calls of one scheduler step, which cross to the engine's loop together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Calls(RecordedVerbs, Unique):
-    """Calls that ``run`` makes in the engine's thread, in order and in one crossing.
+    """Calls that ``run`` makes on the engine's loop, in order and in one crossing.
 
     ::
 
@@ -68,8 +68,8 @@ class Calls(RecordedVerbs, Unique):
 
         Args:
             raise_errors: True to raise the first error of a call after all calls were made; the
-                other answers have their values all the same. False to raise none of them: read
-                ``error`` or ``value`` of each answer.
+                other answers have their values all the same. False to raise none of them, except
+                interrupts: read ``error`` or ``value`` of each answer.
 
         Returns:
             The answers, in the order of the calls.
@@ -79,16 +79,17 @@ class Calls(RecordedVerbs, Unique):
                 failed; ``ClosedError`` when the engine is closed, or belongs to the parent of this
                 process. ``release`` and ``end_computing`` are done then, and have no error.
             UsageError: the engine is not open.
-            KeyboardInterrupt: the engine makes all calls nevertheless, unless the interrupt came
-                before they were sent. Call ``run`` again: it waits for the same answers, and makes
-                no call twice.
+            KeyboardInterrupt: also without ``raise_errors``. Call ``run`` again: it makes or awaits
+                the calls that are left, and makes no call twice. If this thread was making a call,
+                the interrupt is the error of that call, which may have had its effect; an interrupt
+                of a change of the engine's state breaks the engine.
         """
         crossing = self._closed()
         answers = self._answers
         if answers:
             crossing.wait()
-        error = crossing.first_error if raise_errors else None
-        if error is None:
+        error = crossing.first_error
+        if error is None or (not raise_errors and isinstance(error, Exception)):
             return answers
         try:
             raise without_frames(error)
@@ -96,10 +97,10 @@ class Calls(RecordedVerbs, Unique):
             del self, crossing, answers, error  # break the cycle: the traceback has this frame
 
     def post(self) -> None:
-        """Send the calls, and do not wait: the engine makes them while the caller goes on.
+        """Make the calls now if the engine's loop waits for events; otherwise send them to it.
 
-        They are made before all calls that the same thread makes afterwards. ``run`` waits for
-        their answers.
+        The caller does not wait for the loop. The calls are made before all calls that the same
+        thread makes afterwards. ``run`` waits for their answers.
 
         Raises:
             UsageError: the engine is not open.

@@ -1,4 +1,4 @@
-"""Crossing: recorded calls on their way to the engine's thread, and the wait for their answers."""
+"""Crossing: recorded calls on their way to the engine's loop, and the wait for their answers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,27 @@ T = TypeVar("T")
 
 
 class Crossing:
-    """Calls that the loop makes one after the other in one callback.
+    """Calls that are made one after the other, without other code of the loop between them.
 
-    The caller waits for a lock that the loop releases. That takes one wake-up of the loop and one
-    of the caller, and the GIL passes from thread to thread only when its owner begins to wait.
+    The caller makes them itself if the loop waits for events. Otherwise the loop makes them in one
+    callback, and the caller waits for a lock that the loop releases. That takes one wake-up of the
+    caller, and the GIL passes from thread to thread only when its owner begins to wait.
 
     Attributes:
         done: True when all calls have their answers.
         first_error: first error of the calls in their order; None without errors.
     """
 
-    __slots__ = ("_answered", "_answers", "_claim", "_is_sent", "_thread", "done", "first_error")
+    __slots__ = (
+        "_answered",
+        "_answers",
+        "_begun",
+        "_claim",
+        "_is_sent",
+        "_thread",
+        "done",
+        "first_error",
+    )
 
     def __init__(self, thread: LoopThread, answers: Sequence[Answer[Any]]) -> None:
         self._thread = thread
@@ -34,49 +44,66 @@ class Crossing:
         # `pop` is atomic, so the calls are made once, even if an interrupt makes the caller send
         # the crossing again, or the thread ends meanwhile.
         self._claim = [None]
-        self._answered = threading.Lock()
-        self._answered.acquire()
+        self._answered: threading.Lock | None = None  # made when the loop makes the calls
         self._is_sent = False
+        self._begun = False  # the caller has begun to make the calls itself
         self.done = False
         self.first_error: BaseException | None = None
 
     def send(self) -> None:
-        """Send the calls. Idempotent.
+        """Make the calls, or send them to the loop. Idempotent.
 
         Raises:
             UsageError: the engine is not open.
-            KeyboardInterrupt: the calls may be made all the same; ``send`` may be called again.
+            KeyboardInterrupt: the calls may be made all the same; ``send`` may be called again, and
+                makes no call twice.
         """
-        if not self._is_sent:
-            self._thread.send(self)
-            self._is_sent = True
+        if self._is_sent or self.done:
+            return
+        if self._answered is None:
+            if self._thread.make_here(self):
+                return
+            answered = threading.Lock()
+            answered.acquire()
+            self._answered = answered
+        self._thread.send(self)
+        self._is_sent = True
 
     def wait(self) -> None:
         """Send the calls, and block the calling thread without the GIL until they are answered.
 
         Raises:
             UsageError: the engine is not open.
-            KeyboardInterrupt: the calls are made all the same; ``wait`` may be called again.
+            KeyboardInterrupt: as for ``send``.
         """
-        if self.done:
-            return
         self.send()
-        if self._thread.is_abandoned:  # sent before `os.fork`
+        if not self.done and self._thread.is_abandoned:  # sent before `os.fork`
             self.fail(self._thread.new_error)
-        if not self.done:
+        if not self.done and self._answered is not None:
             self._answered.acquire()
 
+    def make(self) -> None:
+        """Make the calls; after an interrupt, those that are left. With the turn of the loop."""
+        answers = self._answers
+        if self._begun:
+            answers = [answer for answer in answers if not answer.done]
+        self._begun = True
+        error = make_calls(answers)
+        self.first_error = self.first_error or error
+        self.done = True
+
     def execute(self) -> None:
-        """Make the calls, on the loop. Idempotent."""
+        """Make the calls that were sent, on the loop. Idempotent."""
         if self._take():
-            self.first_error = make_calls(self._answers)
+            self.make()
             self._finish()
 
     def fail(self, new_error: Callable[[], BaseException]) -> None:
         """Answer all calls with an error: no loop makes them. Idempotent. Any thread."""
         if self._take():
             for answer in self._answers:
-                answer.fail(new_error())
+                if not answer.done:
+                    answer.fail(new_error())
                 self.first_error = self.first_error or answer.error
             self._finish()
 
@@ -90,7 +117,8 @@ class Crossing:
     def _finish(self) -> None:
         self.done = True
         self._thread.forget(self)
-        self._answered.release()
+        if self._answered is not None:
+            self._answered.release()
 
 
 def cross(thread: LoopThread, function: Callable[..., T], *args: Any) -> T:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, Self, final
 
-import uvloop
-
 from aiokv.base import checks
 from aiokv.base.checks import Unique, arguments
 from aiokv.engine import CacheEngine
 from aiokv.errors import ClosedError
 from aiokv.sync import on_loop
+from aiokv.sync.loop import SharedLoop
 from aiokv.sync.port import Port
 from aiokv.sync.thread import LoopThread
 from aiokv.sync.verbs import EngineVerbs
@@ -49,10 +48,11 @@ class SyncEngine(EngineVerbs, Unique):
                 calls = engine.calls()  # one step of the scheduler: one crossing
                 ...
 
-    Any thread may call any method. A call *crosses* to the engine's thread and blocks its caller,
-    without the GIL, until the answer has arrived. ``calls`` makes many calls in one crossing. Calls
-    of several threads are made in the order in which they arrive. Calls that may wait return an
-    :class:`EngineFuture`.
+    Any thread may call any method. A call *crosses* to the engine's loop. While the loop waits for
+    events, the caller makes the call itself, and no thread is woken. Otherwise the loop makes it,
+    and the caller blocks, without the GIL, until the answer has arrived. ``calls`` makes many calls
+    in one crossing. Calls of several threads are made in the order in which they arrive. Calls that
+    may wait return an :class:`EngineFuture`.
 
     Args:
         config: as for :class:`aiokv.CacheEngine`, and so are the others.
@@ -61,7 +61,8 @@ class SyncEngine(EngineVerbs, Unique):
         ranks: the processes that own the tensors.
         stores: stores below the host tier.
         peers: how the engine exchanges blocks with engines on other servers.
-        loop_factory: returns the event loop of the engine.
+        loop_factory: returns the event loop of the engine. On loops of other types than the
+            default, such as uvloop's, all calls are made in the engine's thread.
 
     After ``os.fork``, every method raises ``ClosedError`` in the child, except ``close``, which has
     no effect there. An engine that is still open when the main thread ends is closed then, without
@@ -83,7 +84,7 @@ class SyncEngine(EngineVerbs, Unique):
         ranks: RankGroup | None = None,
         stores: Sequence[Store | StoreUse | str] = (),
         peers: Peers | None = None,
-        loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] = SharedLoop,
     ) -> None:
         cache = CacheEngine(config, regions, device, ranks=ranks, stores=stores, peers=peers)
         self._cache = cache

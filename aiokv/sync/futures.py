@@ -22,7 +22,8 @@ class EngineFuture(Future[T]):
     """A ``concurrent.futures.Future`` of a wait in the engine's thread.
 
     ``concurrent.futures.wait`` and ``as_completed`` take it. Functions of ``add_done_callback`` run
-    in the engine's thread, and may make direct calls there, but not wait for other futures.
+    on the engine's loop, in whichever thread has its turn, and may make direct calls there, but not
+    wait for other futures.
     """
 
     def __init__(self, thread: LoopThread) -> None:
@@ -108,6 +109,11 @@ class EngineFuture(Future[T]):
     def note_sent(self) -> None:
         """Note that the call is on its way: waiting for it will end."""
         self._is_sent = True
+
+    def abandon(self) -> None:
+        """Cancel the wait, because an interrupt has ended the call that begins it."""
+        if self.cancel() and self._task is None:
+            self.note_cancelled()
 
     def note_cancelled(self) -> None:
         """Wake the waiters of this future, which was cancelled before its call was made."""

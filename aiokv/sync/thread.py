@@ -16,6 +16,7 @@ from aiokv import _native
 from aiokv.base import checks
 from aiokv.base.logs import Log
 from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, UsageError
+from aiokv.sync.loop import SharedLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,8 +234,11 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """True in the thread of the loop."""
-        return get_ident() == self._ident
+        """True in the thread of the loop, and in one that has borrowed its turn."""
+        loop = self._loop
+        return get_ident() == self._ident or (
+            loop is not None and asyncio._get_running_loop() is loop
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -313,15 +317,41 @@ class LoopThread:
         error.__cause__ = self._failure
         return error
 
+    def make_here(self, crossing: Crossing) -> bool:
+        """Make the calls of a crossing in the calling thread.
+
+        Returns:
+            False, and none was made, if the thread is not that of the loop, and the loop is busy.
+        """
+        if self.is_current:
+            crossing.make()
+            return True
+        loop = self._loop
+        if not isinstance(loop, SharedLoop) or self._is_abandoned:
+            return False
+        return loop.call_here(self._make_now, crossing)
+
+    def _make_now(self, crossing: Crossing) -> bool:
+        if self._has_ended or self._has_to_wait:
+            return False
+        crossing.make()
+        return True
+
+    @property
+    def _has_to_wait(self) -> bool:
+        """True while calls have to wait until earlier calls of their threads have had their effect.
+
+        A cancelled wait for capacity gives its place in line back, and a service that was asked to
+        close refuses calls, after a pass of the loop.
+        """
+        return self._begins_closing or bool(self._ending)
+
     def send(self, crossing: Crossing) -> None:
-        """Make the calls of a crossing on the loop; at once if this is the loop's thread.
+        """Let the loop make the calls of a crossing.
 
         Raises:
             UsageError: the service is not open.
         """
-        if self.is_current:
-            crossing.execute()
-            return
         self.check_open()
         self._unanswered.add(crossing)
         if self._is_abandoned:
@@ -340,17 +370,15 @@ class LoopThread:
             self._make_deferred()
 
     def _make_deferred(self) -> None:
-        """Make the calls that have come, when earlier calls of their threads have had their effect.
+        """Make the calls that have come, as soon as they need not wait.
 
-        A cancelled wait for capacity gives its place in line back, and a service that was asked to
-        close refuses calls, after a pass of the loop. Calls fail with the error of the thread once
-        an exception has ended its service: whether a call arrives before or behind the close that
-        follows does not change its error.
+        Calls fail with the error of the thread once an exception has ended its service: whether a
+        call arrives before or behind the close that follows does not change its error.
         """
         while self._deferred:
             if self._has_ended:
                 self._deferred.popleft().fail(self.new_error)
-            elif self._begins_closing or self._ending:
+            elif self._has_to_wait:
                 self.post(self._make_deferred)
                 return
             else:

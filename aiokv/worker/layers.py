@@ -9,7 +9,6 @@ instead of the host. It orders work but does not verify the transfer, so a step 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -67,7 +66,6 @@ class LayerDoneCounter:
         self.num_bytes = num_bytes
         self.direction = direction
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         self._expedite = expedite
         self.created_seconds = time.monotonic()
         self.started_seconds: float | None = None
@@ -268,7 +266,7 @@ class LayerDoneCounter:
             self._check(layer)
         if self._is_settled(layer):
             return
-        if threading.get_ident() == self._thread:
+        if self._is_on_loop:
             raise UsageError(
                 f"host_wait on the loop's thread would never return: the loop observes the end of "
                 f"{self.direction} {self.transfer_id}",
@@ -352,7 +350,7 @@ class LayerDoneCounter:
 
     def _accepted_copy(self, deadline: Deadline) -> Copy | None:
         if not self._is_accepted():
-            if threading.get_ident() != self._thread:
+            if not self._is_on_loop:
                 if not self._threads.wait(self._is_accepted, deadline):
                     raise self._not_submitted("the transfer", deadline)
             elif self._expedite is None or not self._expedite():
@@ -362,6 +360,11 @@ class LayerDoneCounter:
                     hint="close the step first, or call gpu_wait in another thread",
                 )
         return self._copy
+
+    @property
+    def _is_on_loop(self) -> bool:
+        """True in the thread that runs the loop now."""
+        return asyncio._get_running_loop() is self._loop
 
     def _is_accepted(self) -> bool:
         """Return True if the device has the copy, or will never get it. Any thread."""

@@ -18,7 +18,7 @@ see :class:`~aiokv.base.state_guard.StateGuard`.
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -33,7 +33,6 @@ from aiokv.errors import ClosedError, DeviceError, UsageError
 from aiokv.worker.watches import Watch, WatchedStream, next_query
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Hashable, Iterator
 
     from aiokv.worker.device.base import Event
@@ -64,7 +63,6 @@ class EventPoller:
     def __init__(self, guard: StateGuard | None = None) -> None:
         self._guard = guard or StateGuard()
         self._bound_loop: asyncio.AbstractEventLoop | None = None
-        self._thread_id = threading.get_ident()  # thread of the loop
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end to begin polling
         self._streams: dict[Hashable, WatchedStream] = {}
         # Events that were announced as ended, with the time of the announcement; see _pass.
@@ -96,7 +94,6 @@ class EventPoller:
         if self._bound_loop is not None and not self._closed:
             raise UsageError("the event poller is open already", hint="close() it first")
         self._bound_loop = loop
-        self._thread_id = threading.get_ident()
         self._closed = False
 
     @property
@@ -200,7 +197,7 @@ class EventPoller:
 
     def statistics(self) -> PollerStatistics:
         """Return latency and CPU time of the waits so far. Any thread."""
-        if threading.get_ident() == self._thread_id:
+        if asyncio._get_running_loop() is self._bound_loop:
             self._account()
         pending_seconds, pending_since = self._pending_seconds, self._pending_since
         if self._streams:

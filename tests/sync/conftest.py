@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +9,7 @@ import uvloop
 
 from aiokv import CacheConfig
 from aiokv.sync import SyncEngine
+from aiokv.sync.loop import SharedLoop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ def config() -> CacheConfig:
     return CacheConfig(block_tokens=TOKENS, device_blocks=BLOCKS, drain_timeout_seconds=0.0)
 
 
-@pytest.fixture(params=[uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])
+@pytest.fixture(params=[SharedLoop, uvloop.new_event_loop], ids=["shared", "uvloop"])
 def engine(request: pytest.FixtureRequest, config: CacheConfig) -> Iterator[SyncEngine]:
     """An engine on a loop of each kind; its invariants are checked at the end."""
     with SyncEngine(config, loop_factory=request.param) as engine:

@@ -249,6 +249,11 @@ def test_an_interrupted_run_goes_on_and_may_be_awaited_again(engine, interrupts)
     calls.add(interrupt)
     granted = calls.try_allocate(lease, 4)
     calls.add(made.append, 1)
+    begun, send = threading.Event(), threading.Event()
+    engine.submit(lambda: (begun.set(), send.wait(PATIENCE_SECONDS)))  # so that the loop makes them
+    assert begun.wait(PATIENCE_SECONDS)
+    calls.post()
+    send.set()
     with pytest.raises(KeyboardInterrupt):
         calls.run()
     assert not granted.done

@@ -76,13 +76,13 @@ def check_broken(engine: SyncEngine, leases: list[SyncLease]) -> None:
 
 
 def play(at: int, exception: type[BaseException] = KeyboardInterrupt) -> Interrupter:
-    """Serve, raise the exception in the engine's thread, and check what is left."""
+    """Serve, raise the exception in the thread that runs a guarded line, and check what is left."""
     regions, leases = new_regions(), list["SyncLease"]()
     engine, interrupter = new_engine(regions), Interrupter(at, exception)
     is_open = False  # an opening that fails closes the engine
     threading.settrace(interrupter.trace)  # of the thread of the engine
     try:
-        with suppress(exception, BrokenEngineError, TransferError):
+        with suppress(exception, BrokenEngineError, TransferError), interrupter:
             engine.open()
             is_open = True
             serve(engine, regions, leases)

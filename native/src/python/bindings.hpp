@@ -17,5 +17,6 @@ void bind_histogram(nanobind::module_& m);
 void bind_store(nanobind::module_& m);
 void bind_io(nanobind::module_& m);
 void bind_repack(nanobind::module_& m);
+void bind_turn(nanobind::module_& m);
 
 }  // namespace aiokv

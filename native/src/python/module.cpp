@@ -46,6 +46,7 @@ NB_MODULE(_native, m) {
     aiokv::bind_store(m);
     aiokv::bind_io(m);
     aiokv::bind_repack(m);
+    aiokv::bind_turn(m);
 #ifdef AIOKV_HAS_CUDA
     aiokv::bind_cuda(m);
 #endif
