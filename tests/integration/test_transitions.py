@@ -14,6 +14,7 @@ from aiokv.errors import LeaseError, UsageError
 from aiokv.scheduler.fetches import Fetches
 from aiokv.scheduler.peers import ReceivesAndSends
 from aiokv.scheduler.pins import Pins
+from aiokv.scheduler.retention import Retention
 from aiokv.scheduler.scheduler import TRANSITIONS, CacheScheduler
 from aiokv.scheduler.store_saver import StoreSaver
 from aiokv.testing import Mismatch, TransitionLog, record, replay_transitions
@@ -150,6 +151,7 @@ PARTS = {
     "fetches.": Fetches,
     "peers.": ReceivesAndSends,
     "pins.": Pins,
+    "retention.": Retention,
     "store_saver.": StoreSaver,
 }
 
