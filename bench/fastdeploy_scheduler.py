@@ -137,6 +137,7 @@ def _own(config: Any) -> Any:
 
     Own.begin_fetch = lambda *_: None
     Own.cache_output_blocks = lambda *_: None
+    Own.expired_requests = lambda _: []
     return Own(config)
 
 
