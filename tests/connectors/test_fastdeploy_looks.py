@@ -112,6 +112,29 @@ def test_decoding_crosses_at_looks_only_and_a_match_finds_all_tokens(monkeypatch
         finish(manager, again)
 
 
+def test_a_match_takes_blocks_for_the_requests_that_decode(monkeypatch):
+    with opened(64, decode_blocks=2) as manager:
+        manager.blocks.note_resize(
+            Sizes(block_tokens=BLOCK, device_blocks=64, decode_blocks=2, decode_slots=1,
+                  look_schedules=100, batch_tokens=64)
+        )  # fmt: skip
+        running = Request("a", prompt(1, 2, more=1), 100)
+        start(manager, running)
+        manager.issue_pending_backup_to_batch_request()
+        counts = count_crossings(monkeypatch)
+        for token in range(2):  # one position of the last block is left then
+            decode(manager, running, token)
+        assert counts == []
+        new = Request("b", prompt(2, 1))
+        start(manager, new)
+        running.block_tables += manager.allocate_gpu_blocks(running, 2)
+        manager.issue_pending_backup_to_batch_request()
+        assert len(counts) == 1, counts
+        assert len({*running.block_tables, *new.block_tables}) == 6
+        finish(manager, running)
+        finish(manager, new)
+
+
 def test_blocks_taken_with_a_match_are_room_for_every_request():
     with opened(32, batch_tokens=16) as manager:
         request = Request("a", prompt(1, 3))

@@ -164,16 +164,19 @@ def test_requests_of_one_batch_share_the_prefix_that_the_first_computes(monkeypa
     assert computed["off"] > computed["own"]
 
 
+@pytest.mark.parametrize("blocks", [200, 60, 34])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_requests_hit_what_they_hit_with_fastdeploys_own_manager(
-    monkeypatch, tmp_path, seed
+def test_random_requests_compute_no_more_than_with_fastdeploys_own_manager(
+    monkeypatch, tmp_path, seed, blocks
 ):
+    """With 60 and 34 blocks, requests are preempted, and cached blocks are evicted."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     computed = []
     for is_own in (False, True):
         config = fd_config(
-            200, 0, seats=12, policy="write_through", drafts=0, images=False, port=next(PORTS)
-        )
+            blocks, 0, seats=12, policy="write_through", drafts=0, images=False,
+            port=next(PORTS),
+        )  # fmt: skip
         chance = random.Random(seed)
         drive = Drive(config, 12, 1, chance, shares_in_batch=True, is_own=is_own)
         try:

@@ -291,19 +291,25 @@ class RequestBlocks:
             self._refused = ""
             calls = self.engine.calls()
             self._record_end(calls, request.request_id)
+            looked: list[Holding] = []
             if not self._has_committed:  # once per `schedule()`
                 self._has_committed = True
-                self._record_commits(calls)
+                looked = self._record_commits(calls)
+                self._schedules = 0
+            ahead = [running for running in looked if self._needs_blocks(running)]
+            extended = self._record_ahead(calls, ahead)
             if self._sizes.shares_in_batch:
                 self._record_batch(calls)
             holding = self._hold(request, len(tokens), items)
             if not holding.shares_blocks:
                 calls.run(raise_errors=False)
+                self._note_looks(looked, ahead, extended)
                 return holding
             holding.lease = self._match(calls, holding, tokens, read=True)
             granted = calls.add(self._grant, holding.lease, holding.prefill_tokens, onload)
             self._has_changed = True
             calls.run(raise_errors=False)
+            self._note_looks(looked, ahead, extended)
             if granted.error is None:
                 holding.hit, self._room = granted.value
                 holding.given = holding.hit.total // self._block_tokens
@@ -550,7 +556,8 @@ class RequestBlocks:
         Looks at the requests in prefill each time, and at all of them every few batches: commits
         what earlier batches compute (a match does so before), takes blocks ahead for requests that
         need some soon, asks for the room of the next step, and closes the step. Without a host
-        tier, no transfer waits for the end of a step, so that it may end later.
+        tier, no transfer waits for the end of a step, so that it may end later. The first match of a
+        ``schedule()`` has looked at the requests that decode, in its own crossing.
 
         Returns:
             Number of the step that the workers close before they compute the batch.
@@ -579,18 +586,34 @@ class RequestBlocks:
                 self._schedules = 0
             self._note_prefill(due)
             ahead = [holding for holding in due if self._needs_blocks(holding)]
-            if ahead or len(calls) or (has_host and self._has_changed) or self._holds_step:
-                self._take_ahead(calls, ahead)
+            extended = self._record_ahead(calls, ahead)
+            if len(calls) or (has_host and self._has_changed) or self._holds_step:
+                self._end_step(calls)
             self._has_committed = False
             self._note_batch(due)
-            for holding in due:
-                holding.note_looked(self._sizes)
+            self._note_looks(due, ahead, extended)
             return self.last_step
 
-    def _take_ahead(self, calls: Calls, ahead: list[Holding]) -> None:
-        """Take the next blocks of requests, close the step, and ask for the room of the next."""
+    def _record_ahead(self, calls: Calls, ahead: list[Holding]) -> Answer[Any] | None:
+        """Take the next blocks of requests that decode."""
         leases = [holding.lease for holding in ahead if holding.lease is not None]
-        extended = calls.extend(leases, self._sizes.decode_blocks * self._block_tokens)
+        if not leases:
+            return None
+        return calls.extend(leases, self._sizes.decode_blocks * self._block_tokens)
+
+    def _note_looks(
+        self, looked: list[Holding], ahead: list[Holding], extended: Answer[Any] | None
+    ) -> None:
+        """Note which requests were looked at, and the blocks that were taken ahead for some."""
+        if extended is not None and extended.error is None:
+            for holding in ahead:
+                self._update_table(holding)
+            self._ahead = self._holdings_ahead() + ahead
+        for holding in looked:
+            holding.note_looked(self._sizes)
+
+    def _end_step(self, calls: Calls) -> None:
+        """Close the step, and ask for the room of the next."""
         for measured in self._prefill_times:
             calls.note_prefill(*measured)
         self._prefill_times.clear()
@@ -598,10 +621,6 @@ class RequestBlocks:
         self._holds_step = False
         calls.add(self._close_step)
         self._run(calls)  # blocks of the closed step may have to be saved first
-        if extended.error is None:
-            for holding in ahead:
-                self._update_table(holding)
-            self._ahead = self._holdings_ahead() + ahead
 
     def _run(self, calls: Calls) -> None:
         """Make calls, and ask for the room of a step in the same crossing."""
