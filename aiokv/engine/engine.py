@@ -1064,9 +1064,14 @@ class CacheEngine(Unique):
     def cache_statistics(self) -> CacheStatistics:
         """Return the part of ``statistics()`` about leases, pools and index. Any thread.
 
-        Takes a third of the time: for callers that need free blocks or counts in each step.
+        Takes a third of the time: for callers that need counts in each step.
         """
         return self._scheduler.read.statistics()
+
+    @property
+    def free_device_blocks(self) -> int:
+        """Number of device blocks that hold nothing, in less than a microsecond. Any thread."""
+        return self._scheduler.read.room()[0]
 
     def health(self) -> Health:
         """Return the state of the engine, for health checks. Takes microseconds.

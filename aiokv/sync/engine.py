@@ -217,6 +217,11 @@ class SyncEngine(EngineVerbs, Unique):
         """See :meth:`aiokv.CacheEngine.cache_statistics`. Does not cross."""
         return self._cache.cache_statistics()
 
+    @property
+    def free_device_blocks(self) -> int:
+        """See :attr:`aiokv.CacheEngine.free_device_blocks`. Does not cross."""
+        return self._cache.free_device_blocks
+
     def __repr__(self) -> str:
         return repr(self._cache).replace("CacheEngine", "SyncEngine", 1)
 

@@ -140,7 +140,7 @@ def test_blocks_taken_with_a_match_are_room_for_every_request():
         request = Request("a", prompt(1, 3))
         manager.match_prefix(request)
         device = manager.engine.statistics().attention.device
-        assert device.free == 29, "the blocks of the prompt were taken with the match"
+        assert device.free == 28, "blocks of the prompt and of its first tokens were taken"
         assert manager.num_free_device_blocks == 32
         assert manager.can_allocate_device_blocks(32)
         assert not manager.can_allocate_device_blocks(33)

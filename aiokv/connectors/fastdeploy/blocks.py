@@ -259,10 +259,12 @@ class RequestBlocks:
             self._sizes, self._room = sizes, 0
 
     @property
-    def spare_blocks(self) -> int:
-        """Number of blocks that leases have ahead of the scheduler."""
+    def free_device_blocks(self) -> int:
+        """Number of empty device blocks, including those taken in advance. Does not cross."""
         with self._lock:
-            return sum(holding.spare for holding in self._holdings_ahead())
+            spare = sum(holding.spare for holding in self._holdings_ahead())
+            # Calls of other threads to the engine can count blocks twice.
+            return min(self.engine.free_device_blocks + spare, self._sizes.device_blocks)
 
     def _holdings_ahead(self) -> list[Holding]:
         """Return the requests with spare blocks; only ``end_schedule`` takes blocks ahead."""
@@ -958,9 +960,9 @@ class RequestBlocks:
     def _grant(self, lease: SyncLease, prefill_tokens: int, onload: bool) -> tuple[Hit, int]:
         """Take the cached prefix of a prompt, and with it the blocks of its next batch.
 
-        The scheduler asks for these next, which needs no crossing then. They are taken only if
-        there is room for a further step, so that the scheduler does not refuse the request. On the
-        loop.
+        The scheduler asks for these next, which needs no crossing then; if the batch completes the
+        prompt, for the blocks of its first generated tokens, too. They are taken only if there is
+        room for a further step, so that the scheduler does not refuse the request. On the loop.
 
         Returns:
             The granted prefix by tier, and the number of blocks that can be taken for sure.
@@ -971,6 +973,8 @@ class RequestBlocks:
             return hit, self._free_blocks(0)
         end = min(prefill_tokens, hit.total + self._sizes.batch_tokens)
         blocks = max(-(-end // size) - hit.total // size, 0)
+        if end == prefill_tokens and -end % size <= self._sizes.decode_slots + 1:
+            blocks += self._sizes.decode_blocks  # due when the first token has arrived
         limit = self._sizes.step_blocks(len(self._holdings))
         room = cache.allocatable_blocks(reserve_blocks=0, limit=limit + blocks)
         if not blocks or room < limit + blocks or hit.total != inner.hit.total:
@@ -988,9 +992,9 @@ class RequestBlocks:
         block, a block that could have been dropped has to be saved first.
         """
         cache = self.engine.cache
-        if cache.cache_statistics().attention.device.free < num_blocks:
+        if cache.free_device_blocks < num_blocks:
             self._evict(num_blocks)
-        return cache.cache_statistics().attention.device.free
+        return cache.free_device_blocks
 
     def _evict(self, num_blocks: int) -> bool:
         """Evict until ``num_blocks`` blocks hold nothing. On the loop.

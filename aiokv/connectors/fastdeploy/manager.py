@@ -220,7 +220,7 @@ class CacheManager:
         """Number of device blocks that hold nothing. Does not cross."""
         if not self._host.is_open:
             return self.num_gpu_blocks
-        return statistics.free_device_blocks(self._host.blocks)
+        return self._host.blocks.free_device_blocks
 
     @property
     def num_free_host_blocks(self) -> int:

@@ -9,17 +9,10 @@ if TYPE_CHECKING:
     from aiokv.statistics import CacheStatistics
 
 
-def free_device_blocks(blocks: RequestBlocks) -> int:
-    """Return the number of empty device blocks, including those taken in advance."""
-    counts = blocks.engine.cache_statistics()
-    # In another thread, a step between the two readings can count its blocks twice.
-    return min(counts.attention.device.free + blocks.spare_blocks, counts.attention.device.blocks)
-
-
 def stats(blocks: RequestBlocks) -> dict[str, Any]:
     """Return counts of both tiers, of the index and of the transfers."""
     counts = blocks.engine.cache_statistics()
-    device_free = free_device_blocks(blocks)
+    device_free = blocks.free_device_blocks
     return {
         "initialized": True,
         "num_gpu_blocks": counts.attention.device.blocks,
@@ -46,7 +39,7 @@ def memory_usage(blocks: RequestBlocks) -> dict[str, Any]:
     """Return total, used and free blocks of both tiers."""
     counts = blocks.engine.cache_statistics()
     return {
-        "device": _usage(counts.attention.device.blocks, free_device_blocks(blocks)),
+        "device": _usage(counts.attention.device.blocks, blocks.free_device_blocks),
         "host": _usage(counts.attention.host.blocks, counts.attention.host.free),
     }
 
