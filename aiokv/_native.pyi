@@ -856,6 +856,8 @@ class Core:
 
     def reset(self) -> None: ...
 
+    def purge(self, salt: str) -> None: ...
+
     def statistics(self) -> CoreStatistics: ...
 
     def group_statistics(self, group: int) -> GroupStatistics: ...
@@ -929,6 +931,9 @@ def root_digest(block_tokens: int, context: str) -> bytes:
     """
     Return the digest (32 bytes) that the first blocks of prompts of a context chain to.
     """
+
+def salt_label(salt: str) -> bytes:
+    """Return the label (5 bytes) at the end of the keys of a salt."""
 
 def block_digests(root: bytes, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], block_tokens: int, items: Sequence[tuple[bytes, int, int]] = [], *, portable: bool = False) -> bytes:
     """
@@ -1019,6 +1024,20 @@ class SlotTable:
 
     def snapshot(self, count: int) -> bytes:
         """Return the next records of the snapshot, b"" at its end."""
+
+    def list_keys(self, first: int, count: int, label: bytes) -> bytes:
+        """
+        Return the keys of `count` slots from `first` on that end with `label`.
+        """
+
+    def label_counts(self, count: int) -> dict[str, dict[bytes, int]]:
+        """
+        Return the numbers of keys by label, of the `count` largest labels of each kind.
+        """
+
+    @property
+    def high_water(self) -> int:
+        """Slots that were ever reserved."""
 
     @property
     def capacity(self) -> int: ...

@@ -26,7 +26,7 @@ from aiokv.errors import StoreError
 from aiokv.stores import Result, Store, StoreMemory, StoreStatistics, split_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from numpy.typing import NDArray
 
@@ -98,6 +98,10 @@ class SqliteStore(Store):
             return Result.DONE
 
         return np.array(await self._each(delete, split_keys(keys)), np.uint8)
+
+    async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
+        keys = await self._run(lambda: self._db.execute("SELECT key FROM objects").fetchall())
+        yield b"".join(key for (key,) in keys if key.endswith(label))
 
     def statistics(self) -> StoreStatistics:
         return StoreStatistics()

@@ -662,6 +662,16 @@ class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
             "Objects or slots that are no longer used, because their bytes were wrong.",
         ),
     ] = 0
+    labels: Annotated[
+        dict[str, int],
+        Metric(
+            "gauge",
+            "store_label_objects",
+            "Objects by the labels of model, weights and salt in their keys; beyond the 20 largest "
+            "labels of each, the sum of the others.",
+            key_label="label",
+        ),
+    ] = {}
     details: Annotated[
         dict[str, int],
         Metric(

@@ -1,8 +1,9 @@
-"""``aiokv store``: the files of a DiskStore or a DirectoryStore, and the memory of a host."""
+"""``aiokv store``: files of a DiskStore or a DirectoryStore, purges, and the memory of a host."""
 
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,9 +12,10 @@ from aiokv.cli.arguments import add_count, age
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from aiokv.stores.inspection import Cleaning, Listing, Verification
+    from aiokv.stores.labels import Kind
 
 EXIT_GOOD: Final = 0
 EXIT_BAD: Final = 1
@@ -26,7 +28,9 @@ serve and stat are for shared memory; ls, verify and gc for the files of a disk 
 ls and gc read no block, except for gc --verify; verify reads all blocks. While an engine uses a
 disk store, only ls works; a directory store can be listed, verified and cleaned up at any time.
 
-Keys are hashes, so ls cannot show the model and the prompt of a block.
+Keys are hashes with labels of the model, its weights and the salt: ls counts the blocks of each
+label, and shows the names that it was given. purge of a store that engines use removes what they
+have saved so far: see CacheEngine.purge.
 
 exit status: 0 done, 1 verify found wrong blocks or damaged records, 2 bad usage, or a store that
 cannot be read
@@ -37,6 +41,14 @@ _LS: Final = "List the blocks of a store by file. Reads no block, and changes no
 _VERIFY: Final = (
     "Read every block of a store, and compare its length, key and checksum. Changes nothing."
 )
+_PURGE: Final = (
+    "Remove all blocks of a salt from a store, for all models. Run it again after an interruption."
+)
+_NAMES: Final = {
+    "model": ("--model", "the model"),
+    "version": ("--weights-version", "the version of the weights"),
+    "salt": ("--salt", "the salt"),
+}
 _GC: Final = (
     "Remove incomplete files, and the data of removed and quarantined blocks. Quarantined slots of "
     "a DiskStore can be used again: replace a failing disk first."
@@ -58,6 +70,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     clean = actions.add_parser(
         "gc", help="remove files and data that no engine can use", description=_GC
     )
+    purge = actions.add_parser("purge", help="remove all blocks of a salt", description=_PURGE)
+    purge.add_argument("target", metavar="TARGET", help="folder or URL of the store")
+    purge.add_argument("--salt", required=True, help="salt of the blocks; '' for no salt")
+    purge.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    for kind, (option, name) in _NAMES.items():
+        listing.add_argument(
+            option,
+            dest=kind,
+            action="append",
+            default=[],
+            help=f"show the blocks of {name}; repeatable",
+        )
+    for kind in ("model", "version"):
+        clean.add_argument(
+            _NAMES[kind][0],
+            dest=kind,
+            help=f"also remove blocks of {_NAMES[kind][1]}; with further conditions, only blocks "
+            "that meet all of them",
+        )
     clean.add_argument(
         "--older-than",
         type=age,
@@ -94,14 +125,18 @@ def run(args: argparse.Namespace) -> int:
     from aiokv.cli.files import check_writable, write_json
     from aiokv.cli.progress import show_progress
     from aiokv.stores.inspection import open_files
+    from aiokv.stores.labels import KINDS
 
     check_writable(args.json)
+    if args.action == "purge":
+        return _purge(args)
     files = open_files(args.path)
     result: Listing | Verification | Cleaning
     status = EXIT_GOOD
     if args.action == "ls":
         result = files.listing()
-        rows = _listing_rows(result)
+        names = {kind: getattr(args, kind) for kind in KINDS}
+        rows: Iterator[tuple[str, str]] = chain(_listing_rows(result), _label_rows(result, names))
     elif args.action == "verify":
         with show_progress("blocks", sys.stderr) as stages:
             result = files.verify(stages, threads=args.threads)
@@ -112,6 +147,9 @@ def run(args: argparse.Namespace) -> int:
             result = files.clean(
                 stages,
                 older_than_seconds=args.older_than,
+                names={
+                    kind: name for kind in KINDS if (name := getattr(args, kind, None)) is not None
+                },
                 verify=args.verify,
                 threads=args.threads,
                 dry_run=args.dry_run,
@@ -122,6 +160,30 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, result)
     return status
+
+
+def _purge(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from aiokv.cli.files import write_json
+    from aiokv.stores.purging import purge_store
+
+    purge = asyncio.run(purge_store(args.target, args.salt))
+    print(f"{purge.kind} store: {purge.url}")
+    print(f"blocks removed: {purge.removed_blocks:,}")
+    if args.json:
+        write_json(args.json, purge)
+    return EXIT_GOOD
+
+
+def _label_rows(listing: Listing, names: Mapping[Kind, list[str]]) -> Iterator[tuple[str, str]]:
+    """Yield the blocks of each label, with its name if that was given."""
+    from aiokv.stores.labels import label
+
+    known = {f"{kind}:{label(kind, name).hex()}": name for kind in names for name in names[kind]}
+    for text, blocks in listing.labels.items():
+        name = f"{text.partition(':')[0]} {known[text]!r}" if text in known else text
+        yield name.replace(":", " "), f"{blocks:,}"
 
 
 def _listing_rows(listing: Listing) -> Iterator[tuple[str, str]]:
@@ -175,7 +237,7 @@ def _cleaning_rows(result: Cleaning, *, dry_run: bool) -> Iterator[tuple[str, st
 
     yield f"{result.kind} store", result.path
     counts = (
-        ("old blocks", result.old_blocks),
+        ("selected blocks", result.selected_blocks),
         ("wrong blocks", result.bad_blocks),
         ("quarantined slots", result.quarantined_blocks),
         ("incomplete files", result.incomplete_files),

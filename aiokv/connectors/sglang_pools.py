@@ -6,7 +6,6 @@ and their bytes do not depend on the number of ranks. Each other page is one obj
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +16,7 @@ import torch
 
 from aiokv.base.groups import ATTENTION
 from aiokv.errors import ConfigError, UsageError
+from aiokv.stores.labels import digest_of, fingerprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class HostPool:
     """
 
     def __init__(
-        self, name: str, pool: Any, config: HiCacheStorageConfig, identity: Mapping[str, object],
+        self, name: str, pool: Any, config: HiCacheStorageConfig, identity: Mapping[str, Any],
         *, is_shared: bool, is_first: bool,
     ) -> None:  # fmt: skip
         self.group = ATTENTION if is_first else name
@@ -109,16 +109,13 @@ class HostPool:
             "ranks": ranks,
             "variables": [os.environ.get(variable) for variable in LAYOUT_VARIABLES],
         }
-        self.fingerprint = hashlib.sha256(b"aiokv sglang " + msgspec.json.encode(facts)).digest()
+        text = b"aiokv sglang " + msgspec.json.encode(facts)
+        self.fingerprint = fingerprint_of(text, *identity["model"])
 
     def digests(self, keys: Sequence[str]) -> bytes:
         """Return a digest per object of the pages with these keys."""
         numbers = range(self._first_object, self._first_object + self.num_objects)
-        return b"".join(
-            hashlib.sha256(f"{number} {key}".encode()).digest()
-            for key in keys
-            for number in numbers
-        )
+        return b"".join(digest_of(f"{number} {key}".encode()) for key in keys for number in numbers)
 
     def addresses(self, num_pages: int, host_indices: torch.Tensor) -> NDArray[np.int64]:
         """Return the address of each part of pages, ``[pages, parts]``.

@@ -12,6 +12,7 @@ from aiokv.base.logs import Log
 from aiokv.base.plan import PEER_ROUTES
 from aiokv.base.types import Tier
 from aiokv.errors import ControlTimeout, UsageError
+from aiokv.stores.labels import label
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -74,6 +75,25 @@ class Control:
         log.info("cache.reset")
         async with self.deadline("reset", timeout):
             await self._transfers.settle()
+
+    async def purge(self, salt: str, hold_seconds: float, timeout: float | None) -> int:
+        """See ``CacheEngine.purge``."""
+        self._lifetime.check_open()
+        salt_label = label("salt", salt)
+        hold_seconds = checks.seconds("hold_seconds", hold_seconds, minimum=0)
+        timeout = checks.timeout(timeout)
+        self._dispatcher.apply(self._scheduler.begin_purge(salt))
+        try:
+            if hold_seconds:
+                await asyncio.sleep(hold_seconds)
+            async with self.deadline("purge", timeout, keepers=list):
+                await self._transfers.settle(but=PEER_ROUTES)
+                has_stores = self._scheduler.has_stores
+                removed = await self._worker.stores.purge(salt_label) if has_stores else 0
+        finally:
+            self._dispatcher.apply(self._scheduler.end_purge(salt))
+        log.info("cache.purged", salt=salt_label.hex(), objects=removed)
+        return removed
 
     async def drain(self, timeout: float | None) -> None:
         """See ``CacheEngine.drain``."""

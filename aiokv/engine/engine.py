@@ -855,6 +855,40 @@ class CacheEngine(Unique):
         """
         await self._control.reset(timeout)
 
+    async def purge(
+        self, salt: str, *, hold_seconds: float = 0.0, timeout: float | None = 60.0
+    ) -> int:
+        """Remove all blocks of a salt from memory and from all stores; return the number of objects
+        that were removed from stores.
+
+        After the return, no block of the salt that existed before the call, or that a request open
+        at its call computes, is found: on the device, in host memory, in any block group, or in a
+        store of this engine. Open leases of the salt keep their blocks, but use and publish no
+        others. Leases that are made during the call do not use the cache. Pins of the salt end.
+        Saves in flight end before the stores are purged. With ranks, each rank purges its stores.
+
+        Engines that share a store each need a call, since blocks in the memory of one engine can be
+        saved again. Call all of them with ``hold_seconds`` above the time that it takes to call
+        them, plus the longest ``StoreUse.deadline_seconds``: then all have stopped using the salt
+        before the first one purges the store.
+
+        A call that fails, is cancelled or is killed has removed a part. Call again: a second call
+        removes the rest. ``aiokv store purge`` removes the blocks of stores that no engine uses.
+
+        Args:
+            salt: as for ``match``; ``""`` for prompts without a salt.
+            hold_seconds: time before the stores are purged.
+            timeout: seconds after ``hold_seconds``; None for no limit.
+
+        Raises:
+            StoreError: a store cannot be reached, is used with ``save=False``, or failed; memory
+                and the other stores were purged.
+            ControlTimeout: saves or stores did not end in time; memory was purged.
+
+        Cancellation: memory was purged, and stores in part.
+        """
+        return await self._control.purge(salt, hold_seconds, timeout)
+
     async def drain(self, timeout: float | None = None) -> None:
         """Wait until no transfer is in flight, including the backups of committed blocks.
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aiokv.base.groups import ATTENTION
-from aiokv.errors import ClosedError, RankLost
-from aiokv.ranks.messages import Lookup
+from aiokv.errors import ClosedError, RankLost, StoreError
+from aiokv.ranks.messages import Lookup, Purge
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import NOTHING, Found, StoreAnswer
 
@@ -61,6 +61,25 @@ class GroupLookups:
         if answer.blocks <= num_objects:
             return Found.nothing(num_objects)
         return Found(answer.seconds[1:], float(answer.seconds[0]))
+
+    async def purge(self, label: bytes) -> int:
+        """Purge the stores of all ranks; see ``StoreLookups.purge``.
+
+        Raises:
+            StoreError: a rank is lost, or one of its stores was not purged; names each such rank.
+
+        Cancellation: the ranks execute the request all the same.
+        """
+        if not self._has_answers():
+            raise StoreError("purge: a rank is lost, or the group is closing")
+        try:
+            request = self._requests.send(lambda number: Purge(number=number, label=label))
+            replies = await request.decided(None)
+        except (RankLost, ClosedError) as error:
+            raise StoreError(f"purge: {error}") from error
+        if failed := [f"rank {rank}: {r.error}" for rank, r in enumerate(replies) if r.error]:
+            raise StoreError(f"purge: {'; '.join(failed)}")
+        return sum(reply.removed for reply in replies)
 
     async def _ask(self, digests: bytes, group: str, num_seconds: int) -> StoreAnswer:
         """Ask all ranks; the answer is empty when one does not answer in time."""

@@ -9,7 +9,8 @@
           ◄───────────────────────── TransferBatch, the same bytes to all ranks
     Reports ───────────────────────►                     ends, layers, fetches that are overdue
           ◄───────────────────────── Sleep, WakeUp
-          ◄───────────────────────── Lookup(digests), ChangeWeights(version): with stores only
+          ◄───────────────────────── Lookup(digests), Purge(label), ChangeWeights(version): with
+                                     stores only
           ◄───────────────────────── Expect, OpenTicket, CloseTicket: with peers only
     Reply ─────────────────────────►                     to requests, which have numbers
           ◄───────────────────────── AskStatistics
@@ -49,7 +50,7 @@ from aiokv.worker.device.cpu import device_blocks
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_HELLO_BYTES: Final = 1024
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
@@ -140,7 +141,7 @@ class Reports(_Message, frozen=True, tag="reports"):
 
 
 class Reply(_Message, frozen=True, tag="reply"):
-    """Reply to ``Sleep``, ``WakeUp``, ``Lookup``, ``Expect`` or ``OpenTicket``.
+    """Reply to ``Sleep``, ``WakeUp``, ``Lookup``, ``Purge``, ``Expect`` or ``OpenTicket``.
 
     Attributes:
         number: number of the request.
@@ -150,12 +151,14 @@ class Reply(_Message, frozen=True, tag="reply"):
         seconds: of a lookup, the expected time to fetch the first i + 1 blocks, one number per
             block of the run; of an auxiliary pool, ``Found.latency_seconds``, then
             ``Found.seconds``.
+        removed: of a purge, the number of objects that were removed.
     """
 
     number: int
     error: str = ""
     kind: str = ""
     seconds: list[float] = []
+    removed: int = 0
 
 
 class TicketEnded(_Message, frozen=True, tag="ticket_ended"):
@@ -267,6 +270,13 @@ class Lookup(_Message, frozen=True, tag="lookup"):
     group: str = ATTENTION
 
 
+class Purge(_Message, frozen=True, tag="purge"):
+    """Remove the objects whose keys end with a label from the stores of the rank."""
+
+    number: int
+    label: bytes
+
+
 class Expect(_Message, frozen=True, tag="expect"):
     """Let senders open a ticket, see ``Tickets.expect``.
 
@@ -323,6 +333,7 @@ FromManager = (
     | Sleep
     | WakeUp
     | Lookup
+    | Purge
     | Expect
     | OpenTicket
     | CloseTicket

@@ -51,6 +51,7 @@ from aiokv.ranks.messages import (
     Lookup,
     ManagerConnection,
     OpenTicket,
+    Purge,
     RankCounts,
     Ready,
     Refuse,
@@ -450,6 +451,8 @@ class Rank(Unique):
             self._run(self._change_tiers(message, self._task))
         elif isinstance(message, Lookup):
             self._spawn(self._look_up(message))
+        elif isinstance(message, Purge):
+            self._spawn(self._purge(message))
         elif isinstance(message, Expect):
             self._expect(message)
         elif isinstance(message, OpenTicket):
@@ -523,6 +526,14 @@ class Rank(Unique):
             else:
                 found = await stores.find(lookup.group, lookup.digests)
                 seconds += [found.latency_seconds, *found.seconds.tolist()]
+
+    async def _purge(self, purge: Purge) -> None:
+        try:
+            removed = await self._controller.stores.purge(purge.label)
+        except Exception as error:  # without a reply, the manager would wait
+            self._send(Reply(number=purge.number, error=_reason_of(error)))
+        else:
+            self._send(Reply(number=purge.number, removed=removed))
 
     def _on_closed(self, reason: str) -> None:
         self._disconnected.set_result(None)

@@ -53,7 +53,7 @@ class RankRequest:
             self._error = error
             self._decided.set()
 
-    async def decided(self, seconds: float) -> list[Reply]:
+    async def decided(self, seconds: float | None) -> list[Reply]:
         """Return the replies, by rank, when all have arrived, or one that decides.
 
         Raises:

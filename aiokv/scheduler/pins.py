@@ -95,6 +95,12 @@ class Pins:
         for lease_id in list(self._until_used):
             self._end(lease_id, reason)
 
+    def end_lost(self, reason: str) -> None:
+        """End the pins whose blocks cannot be hit any more."""
+        for lease_id in list(self._until_used):
+            if not self._core.is_current(lease_id):
+                self._end(lease_id, reason)
+
     def _end(self, lease_id: int, reason: str) -> None:
         until_used = self._until_used.pop(lease_id, None)
         if until_used is None:

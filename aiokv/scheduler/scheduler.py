@@ -7,6 +7,7 @@ lines, quotas, pins and step numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final, Literal
 
 from aiokv.base.plan import Priority
@@ -105,6 +106,8 @@ TRANSITIONS: Final = (
     "change_gate",
     "evict",
     "reset",
+    "begin_purge",
+    "end_purge",
     "resize",
     "sleep",
     "wake_up",
@@ -156,6 +159,7 @@ class CacheScheduler:
         self._guard = guard or StateGuard()
         self.errors = errors = TransitionErrors(self._owners, self._guard)
         self._salts: dict[int, str] | None = None if config.salt_quota_blocks is None else {}
+        self._purging: Counter[str] = Counter()
         self._outbox = Outbox()
         self._clock = StepClock()
         self._gate = Gate()
@@ -316,6 +320,8 @@ class CacheScheduler:
         try:
             if holds:
                 writes = False  # then no lease waits for blocks of this one
+            if self._purging and salt in self._purging:
+                reads = writes = False
             if items:
                 found = self._core.match_items(tokens, items, context, reads, writes)
             else:
@@ -1061,6 +1067,23 @@ class CacheScheduler:
         self.pins.end_all(reason)
         self._pending.all_withdrawn()
         return None, self._settle()
+
+    @guarded
+    def begin_purge(self, salt: str) -> Done:
+        """Drop all cached blocks and pins of a salt. Until ``end_purge``, leases of the salt use no
+        cached block and publish none; those that are open now never do again."""
+        self._core.purge(salt)
+        self._purging[salt] += 1
+        self.pins.end_lost("its salt was purged")
+        self._pending.all_withdrawn()
+        return None, self._settle()
+
+    @guarded
+    def end_purge(self, salt: str) -> Done:
+        """Let new leases of the salt use and publish blocks again, unless another purge goes on."""
+        self._purging[salt] -= 1
+        self._purging += Counter()  # keeps positive counts
+        return None, self._outbox.pending
 
     @guarded
     def resize(self, device_blocks: int) -> tuple[bool, Effects]:

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from aiokv.base.groups import ATTENTION, STATE
+from aiokv.errors import StoreError
 from aiokv.layout.host_format import TRAILER_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -101,8 +104,8 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 class Store(Protocol):
     """Blocks by key. Used on one event loop, by one guard. Subclasses inherit ``probe`` and
-    ``quarantine``, which suit a store whose lookups reach its medium, ``for_group``, and the limits
-    of a lookup.
+    ``quarantine``, which suit a store whose lookups reach its medium, ``for_group``, ``purge``,
+    ``stored_keys``, which it replaces to support purges, and the limits of a lookup.
 
     Keys are ``bytes`` of ``N * KEY_BYTES``: N keys, one behind the other, distinct. Results are
     arrays with one entry per key. All operations between ``open`` and ``aclose`` run concurrently;
@@ -192,6 +195,41 @@ class Store(Protocol):
         The default removes the objects: a server chooses the places itself.
         """
         return await self.remove(keys)
+
+    def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
+        """Yield the keys of stored objects of all groups, in batches. Keys that are saved or
+        removed meanwhile may be missing.
+
+        The default raises: a medium that cannot list its objects defines ``purge`` instead.
+
+        Args:
+            label: only keys that end with these bytes.
+
+        Raises:
+            StoreError: the medium cannot list its objects, or cannot be reached.
+        """
+        raise StoreError(f"{self.url} cannot list its objects")
+
+    async def purge(self, label: bytes) -> int:
+        """Remove all objects of all groups whose keys end with ``label``; return their number.
+
+        Objects that are saved meanwhile may stay.
+
+        Objects that an interrupted call has removed stay removed; the next call removes the rest.
+
+        Args:
+            label: see ``aiokv.stores.labels``; not empty.
+
+        Raises:
+            StoreError: an object could not be removed.
+        """
+        removed = 0
+        async for keys in self.stored_keys(label):
+            results = await self.remove(keys)
+            if failed := int((results != Result.DONE).sum()):
+                raise StoreError(f"{self.url}: {failed} of {len(results)} objects were not removed")
+            removed += len(results)
+        return removed
 
     async def probe(self) -> None:
         """Do the cheapest operation that fails or hangs when a load would.

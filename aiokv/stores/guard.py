@@ -513,6 +513,35 @@ class StoreGuard:
             else:
                 self._saves.succeed("quarantine")
 
+    async def purge(self, label: bytes) -> int:
+        """Remove all objects with a label, after the operations beyond their deadlines have ended;
+        return their number.
+
+        No deadline and no breaker limit it: the caller limits the time.
+
+        Raises:
+            StoreError: the store is not open, or the engine may not remove its objects; or the
+                store failed. Some objects may have been removed.
+
+        Cancellation: some objects may have been removed.
+        """
+        if not self.is_open or not self.use.save:
+            why = "not open" if self.use.save else "used with save=False"
+            raise StoreError(f"store {self._url} was not purged: it is {why}")
+        if self._overdue:  # one of them may be a save
+            await asyncio.wait(self._overdue)
+        task = asyncio.get_running_loop().create_task(_attempt(partial(self._store.purge, label)))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            ended = await task
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if ended.reason:
+            raise StoreError(f"store {self._url} was not purged: {ended.reason}")
+        return int(ended.value)
+
     # --- availability -----------------------------------------------------------------------------
 
     def admits_read(self) -> bool:

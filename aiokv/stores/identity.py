@@ -1,9 +1,10 @@
 """Fingerprint of a cache: model, weights, layout and rank of its blocks in a store.
 
 The key of a block is the hash of a fingerprint and of the block's digest, so a cache finds only
-blocks of the same fingerprint. The fingerprint is the SHA-256 of a text, one fact per line::
+blocks of the same fingerprint. The fingerprint is the beginning of the SHA-256 of a text, one fact
+per line, and the labels of the model and its weights (see :mod:`aiokv.stores.labels`)::
 
-    aiokv blocks 1
+    aiokv blocks 2
     model 11 "llama-3-70b"
     ...
     layer 0 region 1 "k" dtype 8 "bfloat16" shape 2x16x8x64 bytes 32768 at 0
@@ -13,7 +14,6 @@ The length of each name in UTF-8 bytes stands before it, so that no name can imi
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,6 +23,7 @@ from aiokv.base.groups import ATTENTION
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.errors import ConfigError
 from aiokv.stores.base import medium_name
+from aiokv.stores.labels import fingerprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
 
 # Increase when the meaning of the bytes of a block changes: older blocks are then missing.
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 
 class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,8 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: ``model`` is empty, or a number is out of range.
             UsageError: a name is not valid Unicode.
         """
-        return hashlib.sha256(self.describe(regions, group).encode()).digest()
+        text = self.describe(regions, group).encode()
+        return fingerprint_of(text, self.model, self.weights_version)
 
     def describe(self, regions: Regions, group: str = ATTENTION) -> str:
         """Return the text whose hash is the fingerprint; arguments and errors as there."""

@@ -21,12 +21,15 @@ import numpy as np
 from aiokv import _native
 from aiokv.errors import UsageError
 from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.stores.labels import count_labels, has_label
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
+
+    from aiokv.stores.labels import Kind
 
     # (stage, total) -> function that takes the number of blocks done since its last call
     Stages = Callable[[str, int], Callable[[int], None]]
@@ -68,6 +71,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
         oldest_seconds: Unix time of the earliest save (disk) or last use (directory) of a block;
             None without blocks.
         newest_seconds: the same for the latest save or use.
+        labels: blocks by label, such as ``"salt:6e340b9cff"``: see ``aiokv.stores.labels``.
         damage: descriptions of the damaged records of the store; empty if there are none.
         notes: descriptions of records of saves that a crash has interrupted; they are no damage.
         groups: blocks by file, or by size of their files.
@@ -83,6 +87,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     incomplete_files: int = 0
     oldest_seconds: float | None = None
     newest_seconds: float | None = None
+    labels: dict[str, int] = {}
     damage: list[str] = []
     notes: list[str] = []
     groups: list[FileGroup]
@@ -139,7 +144,7 @@ class Cleaning(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: ``"disk"`` or ``"directory"``.
         path: path of the store.
-        old_blocks: blocks that were older than the limit.
+        selected_blocks: blocks that had all properties that were asked for.
         bad_blocks: blocks whose bytes were wrong.
         quarantined_blocks: slots that can be used again.
         incomplete_files: files that were begun and not finished.
@@ -149,7 +154,7 @@ class Cleaning(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     path: str
-    old_blocks: int = 0
+    selected_blocks: int = 0
     bad_blocks: int = 0
     quarantined_blocks: int = 0
     incomplete_files: int = 0
@@ -180,6 +185,7 @@ class Reading:
     """State of the files of a part at one reading.
 
     Attributes:
+        keys: ``[N, KEY_BYTES]``.
         seconds: ``[N]`` Unix time of the save (disk) or the last use (directory) of each block.
         order: ``[N]`` blocks in the order in which they are read fastest.
         groups: the blocks by file, or by size of their files.
@@ -194,6 +200,7 @@ class Reading:
         obstacle: reason why the blocks to keep are not known; empty if they are.
     """
 
+    keys: NDArray[np.uint8]
     seconds: NDArray[np.float64]
     order: NDArray[np.intp]
     groups: list[FileGroup]
@@ -278,6 +285,7 @@ class StoreFiles:
             incomplete_files=sum(len(reading.incomplete) for reading in readings),
             oldest_seconds=float(seconds.min()) if len(seconds) else None,
             newest_seconds=float(seconds.max()) if len(seconds) else None,
+            labels=count_labels(np.concatenate([reading.keys for reading in readings])),
             groups=groups,
             **self._texts(found),
         )
@@ -312,17 +320,20 @@ class StoreFiles:
         self,
         stages: Stages,
         *,
-        older_than_seconds: float | None,
-        verify: bool,
-        threads: int,
-        dry_run: bool,
+        older_than_seconds: float | None = None,
+        names: Mapping[Kind, str] | None = None,
+        verify: bool = False,
+        threads: int = 1,
+        dry_run: bool = False,
     ) -> Cleaning:
-        """Remove incomplete files and the data of removed and quarantined blocks.
+        """Remove incomplete files and the data of removed and quarantined blocks; and the blocks
+        that have all the properties that are given.
 
         Args:
             stages: shows progress.
-            older_than_seconds: also remove blocks that were saved (disk) or used for the last time
-                (directory) longer ago; None for none.
+            older_than_seconds: they were saved (disk) or used for the last time (directory) longer
+                ago; None for any time.
+            names: their salt, model or version of the weights; None for any.
             verify: also remove blocks whose bytes are wrong; reads every block.
             threads: number of threads that read.
             dry_run: count, and change nothing.
@@ -340,15 +351,20 @@ class StoreFiles:
                 is_bad = np.zeros(len(reading.seconds), np.bool_)
                 if verify:
                     is_bad[[block for block, _ in _faults(part, reading, stages, threads)]] = True
-                limit = -np.inf if older_than_seconds is None else now - older_than_seconds
-                is_old = ~is_bad & (reading.seconds < limit)
-                kept = ~(is_bad | is_old)
+                selects = older_than_seconds is not None or bool(names)
+                selected = np.full(len(reading.seconds), selects)
+                if older_than_seconds is not None:
+                    selected &= reading.seconds < now - older_than_seconds
+                for kind, name in (names or {}).items():
+                    selected &= has_label(reading.keys, kind, name)
+                selected &= ~is_bad
+                kept = ~(is_bad | selected)
                 abandoned = [
                     name
                     for name, written in reading.incomplete.items()
                     if written < now - _ABANDONED_AFTER_SECONDS
                 ]
-                counts["old_blocks"] += int(is_old.sum())
+                counts["selected_blocks"] += int(selected.sum())
                 counts["bad_blocks"] += int(is_bad.sum())
                 counts["kept_blocks"] += int(kept.sum())
                 counts["quarantined_blocks"] += reading.total("quarantined_blocks")

@@ -116,6 +116,10 @@ class StorePools:
         """Save the objects of a plan; see ``StoreSet.save``."""
         return await self._sets[plan.group].save(plan, accesses)
 
+    async def purge(self, label: bytes) -> int:
+        """Remove all objects with a label; see ``StoreSet.purge``. Returns their number."""
+        return sum([await stores.purge(label) for stores in self._sets.values()])
+
     def statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store, in order: of blocks, then of the other groups."""
         return [guard for stores in self._sets.values() for guard in stores.statistics()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -12,14 +13,15 @@ import numpy as np
 
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import Result, Store, StoreMemory, split_keys
+from aiokv.stores.base import KEY_BYTES, Result, Store, StoreMemory, split_keys
+from aiokv.stores.labels import KINDS
 from aiokv.stores.options import url_options, url_text, without_query
 from aiokv.stores.threads import StoreThreads
 from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
     from numpy.typing import NDArray
 
@@ -28,6 +30,7 @@ INLINE_BYTES: Final = 256 << 10  # larger objects are copied into blocks by thre
 _THREADS: Final = 8
 _CHUNK_BYTES: Final = 64 << 10
 _LOOKUP_KEYS: Final = 64  # requests of a lookup in flight
+_KEY: Final = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _NO_ROOM: Final = ("507", "StorageFull", "InsufficientStorage", "QuotaExceeded")
 
 
@@ -212,6 +215,21 @@ class S3Store(Store):
 
         return await self._all(len(names), delete, self._concurrency)
 
+    async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
+        """Yield the keys of the objects of the prefix, 1,000 per request; see :class:`Store`.
+
+        Names begin with the label of the salt, so listing those of a salt reads no other names.
+
+        Raises:
+            StoreError: no request was answered, or access is denied.
+        """
+        client, _ = self._opened()
+        salt = label.hex() if len(label) == len(_folder(bytes(KEY_BYTES))) // 2 else ""
+        async for names in client.names(salt):
+            keys = [name for name in names if _KEY.fullmatch(name) and name.endswith(label.hex())]
+            if keys:
+                yield bytes.fromhex("".join(keys))
+
     def statistics(self) -> StoreStatistics:
         """Return counters; the size of the bucket is not known here."""
         return StoreStatistics(details={"requests": self._requests})
@@ -369,6 +387,18 @@ class _Client:
         except FileNotFoundError as error:
             raise StoreError("the bucket does not exist", hint="create it") from error
 
+    async def names(self, folder: str) -> AsyncIterator[list[str]]:
+        """Yield the last parts of the names of objects of a folder, or of all if it is empty.
+
+        Raises:
+            StoreError: the request failed.
+        """
+        try:
+            async for page in self._api.list(self._store, folder or None):
+                yield [str(meta["path"]).rpartition("/")[2] for meta in page]
+        except Exception as error:
+            raise _error_of(error) from error
+
     async def remove(self, name: str) -> None:
         """Remove an object, if there is one."""
         try:
@@ -389,15 +419,20 @@ async def _translated(request: Callable[[int], Coroutine[Any, Any, int]], index:
     except StoreError:
         raise
     except Exception as error:
-        text = _first_line(error)
-        if any(word in text for word in _NO_ROOM):
+        if any(word in _first_line(error) for word in _NO_ROOM):
             return Result.REFUSED
-        if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
-            raise AccessDenied(
-                f"access is denied: {text}",
-                hint="check the credentials, and their rights to get, put, list and delete objects",
-            ) from error
-        raise StoreError(text) from error
+        raise _error_of(error) from error
+
+
+def _error_of(error: Exception) -> StoreError:
+    """Return an error of obstore in plain words."""
+    text = _first_line(error)
+    if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+        return AccessDenied(
+            f"access is denied: {text}",
+            hint="check the credentials, and their rights to get, put, list and delete objects",
+        )
+    return StoreError(text)
 
 
 def _first_line(error: Exception) -> str:
@@ -406,4 +441,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _names(keys: bytes) -> list[str]:
-    return [key.hex() for key in split_keys(keys)]
+    return [f"{_folder(key)}/{key.hex()}" for key in split_keys(keys)]
+
+
+def _folder(key: bytes) -> str:
+    """Return the label of the salt of a key."""
+    return key[KINDS["salt"]].hex()

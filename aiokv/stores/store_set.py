@@ -392,6 +392,20 @@ class StoreSet:
         overdue = tuple(reply.overdue for reply in replies if reply.overdue is not None)
         return Saved(results.tobytes(), overdue, int(np.count_nonzero(written)))
 
+    async def purge(self, label: bytes) -> int:
+        """Remove all objects with a label from all stores; return their number.
+
+        Raises:
+            StoreError: a store was not purged; the others were.
+
+        Cancellation: some objects may have been removed.
+        """
+        purges = [guard.purge(label) for guard in self._guards]
+        results = await asyncio.gather(*purges, return_exceptions=True)
+        if errors := [result for result in results if isinstance(result, BaseException)]:
+            raise errors[0]
+        return sum(result for result in results if isinstance(result, int))
+
     def statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store, in order."""
         return [guard.statistics() for guard in self._guards]

@@ -17,6 +17,7 @@ _METHODS: Final = (
     "save",
     "remove",
     "quarantine",
+    "purge",
     "probe",
     "statistics",
     "aclose",

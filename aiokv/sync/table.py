@@ -75,5 +75,6 @@ VERBS: Final = (
     Verb(Lease.window_table, "direct"),
     # The engine
     Verb(CacheEngine.updating_weights, "block", wraps=SyncWeightsUpdate),
+    Verb(CacheEngine.purge, "future"),
     Verb(CacheEngine.health),
 )

@@ -31,7 +31,7 @@ from aiokv.stores.base import KEY_BYTES, Result, Store, split_keys
 from aiokv.testing.rules import Delay, Gate, Hold, Rule, Script
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -224,6 +224,10 @@ class ScriptedStore(Store):
             self.objects.pop(key, None)
         results = [Result.DONE] * (len(keys) // KEY_BYTES)
         return np.array(self._answered("remove", number, results), np.uint8)
+
+    async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
+        """See ``Store.stored_keys``."""
+        yield b"".join(key for key in self.objects if key.endswith(label))
 
     def statistics(self) -> StoreStatistics:
         """See ``Store.statistics``."""

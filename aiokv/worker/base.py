@@ -237,6 +237,19 @@ class StoreLookups(Protocol):
         Cancellation: nothing changed.
         """
 
+    async def purge(self, label: bytes) -> int:
+        """Remove the objects of all groups whose keys end with a label from all stores, on each
+        rank; return their number.
+
+        Args:
+            label: see ``aiokv.stores.labels``.
+
+        Raises:
+            StoreError: a store was not purged; the others were.
+
+        Cancellation: some objects may have been removed.
+        """
+
 
 class Tickets(Protocol):
     """Tickets of peers, which a worker receives or sends."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aiokv.base.plan import STORE_ROUTES, group_routes
-from aiokv.errors import UsageError
+from aiokv.errors import StoreError, UsageError
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.pools import StorePools
 from aiokv.stores.store_set import NOTHING, Found
@@ -98,6 +98,18 @@ class WorkerStores:
         if self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
             self._stores.change_fingerprints(self._fingerprint)
+
+    async def purge(self, label: bytes) -> int:
+        """Remove all objects with a label; see :meth:`StoreLookups.purge`.
+
+        Raises:
+            StoreError: a store was not purged, or host memory is asleep.
+        """
+        if not self.exist:
+            return 0
+        if self._is_asleep or not self._answers:
+            raise StoreError("the stores are closed while host memory is asleep")
+        return await self._stores.purge(label)
 
     def _fingerprint(self, group: str) -> bytes:
         if self._identity is None:

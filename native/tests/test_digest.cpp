@@ -124,20 +124,35 @@ TEST(fastest_implementation_uses_the_instructions_of_the_processor) {
           (sha256_blocks_native() != nullptr ? sha256_blocks_native() : sha256_blocks_portable));
 }
 
+// Returns the hexadecimal digest with the label of a salt.
+std::string labelled(std::string digest, std::string_view salt) {
+    const SaltLabel label = salt_label(salt);
+    return digest.replace(32, 10, hex(label));
+}
+
+TEST(salt_of_a_context_counts_characters) {
+    CHECK_EQ(std::string(salt_of("")), "");
+    CHECK_EQ(std::string(salt_of("7:tenant1adapter")), "tenant1");
+    CHECK_EQ(std::string(salt_of("2:\xc3\xa9\xc3\x9f" "adapter")), "\xc3\xa9\xc3\x9f");
+    CHECK_EQ(std::string(salt_of("0:adapter")), "");
+    CHECK_EQ(std::string(salt_of("3:a:badapter")), "a:b");
+    CHECK_EQ(std::string(salt_of("no number")), "");
+}
+
 TEST(digests_are_hashes_of_the_documented_bytes) {
     for (const Sha256Blocks add_blocks : implementations()) {
-        const std::string_view root_bytes("aiokv root 1\0\x10\0\0\0\x03\0\0\0abc", 24);
+        const std::string_view root_bytes("aiokv root 2\0\x10\0\0\0\x03\0\0\0abc", 24);
         const Digest root = root_digest(16, "abc", add_blocks);
-        CHECK_EQ(hex(root), sha256(add_blocks, bytes_of(root_bytes)));
+        CHECK_EQ(hex(root), labelled(sha256(add_blocks, bytes_of(root_bytes)), ""));
 
         std::string block_bytes(root.begin(), root.end());
         block_bytes += std::string_view("\x01\0\0\0\xff\xff\xff\xff", 8);
         const std::vector<std::int32_t> tokens{1, -1};
         CHECK_EQ(hex(block_digest(root, tokens, "", add_blocks)),
-                 sha256(add_blocks, bytes_of(block_bytes)));
+                 labelled(sha256(add_blocks, bytes_of(block_bytes)), ""));
         block_bytes += std::string_view("\x04\0\0\0item", 8);
         CHECK_EQ(hex(block_digest(root, tokens, "item", add_blocks)),
-                 sha256(add_blocks, bytes_of(block_bytes)));
+                 labelled(sha256(add_blocks, bytes_of(block_bytes)), ""));
     }
 }
 
@@ -148,7 +163,9 @@ TEST(keys_are_hashes_of_fingerprint_and_digest_in_each_implementation) {
         digests.push_back(root_digest(i + 1, ""));
         std::string bytes(kKey.begin(), kKey.end());
         bytes.append(digests[i].begin(), digests[i].end());
-        expected.push_back(sha256(sha256_blocks_portable, bytes_of(bytes)));
+        const std::string hashed = sha256(sha256_blocks_portable, bytes_of(bytes));
+        expected.push_back(hashed.substr(0, 42) + hex(kKey).substr(52) +
+                           hex(digests[i]).substr(32, 10));
     }
     for (const Sha256Blocks add_blocks : implementations()) {
         for (const Sha256TwoMessages two : {Sha256TwoMessages{}, sha256_two_messages_native()}) {

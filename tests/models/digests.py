@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 
 U64 = 2**64
@@ -20,9 +21,21 @@ def sha256(*parts):
     return hashlib.sha256(b"".join(parts)).digest()
 
 
+def salt_label(context):
+    """Return the label of the salt of a context, such as ``7:tenant1adapter``."""
+    found = re.match(r"([0-9]+):(.*)", context, re.DOTALL)
+    salt = found[2][: int(found[1])] if found else ""
+    return sha256(b"aiokv salt 1\0", salt.encode())[:5]
+
+
+def with_label(digest, label):
+    return digest[:16] + label + digest[21:]
+
+
 def root_digest(block_tokens, context):
     text = context.encode()
-    return sha256(b"aiokv root 1\0", struct.pack("<II", block_tokens, len(text)), text)
+    root = sha256(b"aiokv root 2\0", struct.pack("<II", block_tokens, len(text)), text)
+    return with_label(root, salt_label(context))
 
 
 def item_key(items, first, block_tokens):
@@ -42,13 +55,14 @@ def block_digests(root, tokens, block_tokens, items=()):
         block = tokens[first : first + block_tokens]
         key = item_key(items, first, block_tokens)
         tail = struct.pack("<I", len(key)) + key if key else b""
-        parent = sha256(parent, struct.pack(f"<{block_tokens}i", *block), tail)
+        digest = sha256(parent, struct.pack(f"<{block_tokens}i", *block), tail)
+        parent = with_label(digest, parent[16:21])
         digests.append(parent)
     return digests
 
 
 def derive_key(fingerprint, digest):
-    return sha256(fingerprint, digest)
+    return sha256(fingerprint, digest)[:21] + fingerprint[-6:] + digest[16:21]
 
 
 def _constants():

@@ -12,7 +12,7 @@ import pytest
 
 from aiokv import Regions
 from aiokv.base.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
-from aiokv.errors import RankLost
+from aiokv.errors import RankLost, StoreError
 from aiokv.ranks import Rank, RankTimeouts
 from aiokv.ranks.messages import (
     Begin,
@@ -67,6 +67,25 @@ async def test_each_rank_brings_its_shard_after_a_restart(tmp_path):
     async with ranked(tmp_path, stores) as r:
         assert await r.serve(A, wait_store=math.inf) == 8
         assert [s.worker.store_statistics()[0].loaded_blocks for s in r.shards] == [4, 4]
+
+
+async def test_purge_removes_the_shards_of_all_ranks(tmp_path):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        assert await r.engine.purge("") == 8
+        assert [len(store.objects) for store in stores] == [0, 0]
+        assert await r.serve(A, wait_store=math.inf) == 0
+
+
+async def test_purge_that_fails_on_one_rank_names_it_and_purges_the_others(tmp_path):
+    stores = await filled(tmp_path)
+    async with ranked(tmp_path, stores) as r:
+        stores[1].fail("remove")
+        with pytest.raises(StoreError, match=r"rank 1: .*scripted:rank 1 was not purged"):
+            await r.engine.purge("")
+        assert [len(store.objects) for store in stores] == [0, 4]
+        stores[1].end_script()
+        assert await r.engine.purge("") == 4
 
 
 async def test_block_that_one_rank_lacks_is_missing_on_all(tmp_path):

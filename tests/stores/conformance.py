@@ -23,7 +23,7 @@ from aiokv._native import seal_blocks
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import StoreError
 from aiokv.layout.host_format import TRAILER_BYTES, pitch_bytes
-from aiokv.stores.base import KEY_BYTES, Result, Store, StoreMemory
+from aiokv.stores.base import KEY_BYTES, Result, Store, StoreMemory, split_keys
 from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -201,6 +201,25 @@ class StoreConformance:
             assert (await store.remove(keys_of([1, 99]))).tolist() == [DONE, DONE]
             await save(store, blocks, [1])
             assert (await store.lookup(keys)).tolist() == [True, True, True]
+
+    async def test_purged_keys_are_missing_and_others_are_kept(self, medium: Medium) -> None:
+        blocks, label = Blocks(), b"salt!"
+        keys = b"".join(
+            key[: -len(label)] + (label if number % 2 else b"other")
+            for number, key in enumerate(split_keys(keys_of(range(12))))
+        )
+        async with opened(medium, blocks) as store:
+            await save(store, blocks, [99])
+            saved = await store.save(keys, np.arange(12, dtype=np.int32))
+            assert saved.tolist() == [DONE] * 12
+            assert await store.purge(label) == 6
+            assert (await store.lookup(keys)).tolist() == [True, False] * 6
+            assert (await store.lookup(keys_of([99]))).tolist() == [True]
+            assert await store.purge(label) == 0
+            again = await store.save(keys[KEY_BYTES : 2 * KEY_BYTES], ids(1))
+            assert again.tolist() == [DONE]
+        async with opened(medium, blocks) as store:  # also after the journal was read again
+            assert (await store.lookup(keys)).tolist() == [True, True] + [True, False] * 5
 
     async def test_quarantined_keys_are_missing_until_they_are_saved_again(
         self, medium: Medium

@@ -179,7 +179,7 @@ def test_verify_names_each_wrong_block(store_path):
 def test_clean_keeps_the_blocks(store_path):
     store = disk_store if (store_path / "journal").exists() else directory_store
     result = clean(store_path)
-    assert (result.old_blocks, result.bad_blocks, result.kept_blocks) == (0, 0, COUNT)
+    assert (result.selected_blocks, result.bad_blocks, result.kept_blocks) == (0, 0, COUNT)
     assert uvloop.run(present(store(store_path), range(COUNT))) == list(range(COUNT))
 
 
@@ -187,7 +187,7 @@ def test_clean_with_verify_removes_wrong_blocks_only(store_path):
     store = disk_store if (store_path / "journal").exists() else directory_store
     damage_block(store_path, 4)
     result = clean(store_path, verify=True)
-    assert (result.bad_blocks, result.old_blocks, result.kept_blocks) == (1, 0, COUNT - 1)
+    assert (result.bad_blocks, result.selected_blocks, result.kept_blocks) == (1, 0, COUNT - 1)
     assert verify(store_path).is_good
     found = uvloop.run(present(store(store_path), range(COUNT)))
     assert found == [n for n in range(COUNT) if n != 4]
@@ -195,9 +195,9 @@ def test_clean_with_verify_removes_wrong_blocks_only(store_path):
 
 def test_clean_removes_blocks_older_than_the_limit(store_path):
     store = disk_store if (store_path / "journal").exists() else directory_store
-    assert clean(store_path, older_than_seconds=3600).old_blocks == 0
+    assert clean(store_path, older_than_seconds=3600).selected_blocks == 0
     result = clean(store_path, older_than_seconds=-60)
-    assert (result.old_blocks, result.kept_blocks) == (COUNT, 0)
+    assert (result.selected_blocks, result.kept_blocks) == (COUNT, 0)
     assert result.freed_bytes >= COUNT * OBJECT_BYTES
     assert open_files(store_path).listing().blocks == 0
     assert uvloop.run(present(store(store_path), range(COUNT))) == []
@@ -209,7 +209,7 @@ def test_dry_run_changes_nothing(store_path):
     damage_block(store_path, 4)
     before = snapshot(store_path)
     result = clean(store_path, older_than_seconds=-60, verify=True, dry_run=True)
-    assert (result.old_blocks, result.bad_blocks, result.freed_bytes) == (COUNT - 1, 1, 0)
+    assert (result.selected_blocks, result.bad_blocks, result.freed_bytes) == (COUNT - 1, 1, 0)
     assert snapshot(store_path) == before
 
 
@@ -508,11 +508,11 @@ def test_gc_prints_what_it_removed(directory, capsys):
     arguments = ["store", "gc", str(directory), "--older-than", "7d"]
     assert cli.main([*arguments, "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert "old blocks to remove: 12\n" in output
+    assert "selected blocks to remove: 12\n" in output
     assert "freed" not in output
     assert cli.main(arguments) == 0
     output = capsys.readouterr().out
-    assert "old blocks removed: 12\n" in output
+    assert "selected blocks removed: 12\n" in output
     assert "blocks kept: 0\n" in output
 
 

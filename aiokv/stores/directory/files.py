@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import secrets
 import stat
 import threading
@@ -13,12 +14,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from aiokv.errors import StoreError
+from aiokv.stores.base import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _T = TypeVar("_T")
 
+_OBJECT: Final = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 INCOMING: Final = "incoming"  # files that are being written
 IDENTITY: Final = "aiokv-store"  # a file with a random name of the folder
 _IDENTITY_BYTES: Final = 64  # longest name
@@ -43,6 +46,11 @@ class FileEntry(NamedTuple):
     key: str
     used_at: float
     num_bytes: int
+
+
+def is_object(folder: str, name: str) -> bool:
+    """Return True if a file in one of the folders has the name of an object."""
+    return name.startswith(folder) and _OBJECT.fullmatch(name) is not None
 
 
 class ObjectFiles:
@@ -232,7 +240,7 @@ class ObjectFiles:
             StoreError: the folder cannot be reached.
         """
         for number in range(256):
-            yield from self._listed(f"{number:02x}")
+            yield from self.listed(f"{number:02x}")
 
     def remove_abandoned(self) -> int:
         """Remove incomplete files of processes that were killed; return their number.
@@ -243,7 +251,7 @@ class ObjectFiles:
             StoreError: the folder cannot be reached.
         """
         oldest = self._server_time - _ABANDONED_AFTER_SECONDS
-        names = [entry.key for entry in self._listed(INCOMING) if entry.used_at < oldest]
+        names = [entry.key for entry in self.listed(INCOMING) if entry.used_at < oldest]
 
         def ask(root: int) -> None:
             for name in names:
@@ -253,7 +261,9 @@ class ObjectFiles:
         self._on_folder(ask)
         return len(names)
 
-    def _listed(self, folder: str) -> list[FileEntry]:
+    def listed(self, folder: str) -> list[FileEntry]:
+        """List the files of one of the folders; see ``entries``."""
+
         def ask(root: int) -> list[FileEntry]:
             try:
                 directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=root)

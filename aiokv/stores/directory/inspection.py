@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 
 from aiokv.base.units import format_bytes
 from aiokv.stores.base import KEY_BYTES
-from aiokv.stores.directory.files import IDENTITY, INCOMING
+from aiokv.stores.directory.files import IDENTITY, INCOMING, is_object
 from aiokv.stores.inspection import FileGroup, Place, Reading, StoreDirectory, allocated_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_OBJECT: Final = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _PROBE: Final = ".clock"
 
 
@@ -66,6 +64,9 @@ class DirectoryFiles(StoreDirectory):
         for file in files:
             sizes.setdefault(file.num_bytes, []).append(file)
         return Reading(
+            keys=np.frombuffer(b"".join(file.place.key for file in files), np.uint8).reshape(
+                -1, KEY_BYTES
+            ),
             seconds=np.array([file.used_at for file in files]),
             order=np.arange(len(files)),
             place=lambda block: files[block].place,
@@ -98,8 +99,7 @@ class DirectoryFiles(StoreDirectory):
         for number in range(256):
             folder = f"{number:02x}"
             for file in self._scan(folder):
-                name = os.path.basename(file.name)
-                if _OBJECT.fullmatch(name) and name.startswith(folder):
+                if is_object(folder, os.path.basename(file.name)):
                     yield file
 
     def _scan(self, folder: str) -> Iterator[_File]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -12,7 +13,7 @@ from aiokv.base.logs import Log
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import Result, Store, StoreMemory, split_keys
-from aiokv.stores.directory.files import NoRoom, ObjectFiles
+from aiokv.stores.directory.files import FileEntry, NoRoom, ObjectFiles, is_object
 from aiokv.stores.directory.quota import DirectoryQuota
 from aiokv.stores.options import parse_bytes, parse_flag, store_path, url_options, url_path
 from aiokv.stores.threads import StoreThreads
@@ -20,7 +21,7 @@ from aiokv.stores.threads import StoreThreads
 if TYPE_CHECKING:
     import os
     import threading
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from numpy.typing import NDArray
 
@@ -203,6 +204,22 @@ class DirectoryStore(Store):
         names = _names(keys)
         return await self._for_each(len(names), remove)
 
+    async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
+        """Yield the keys of the files of the folder; see :class:`Store`.
+
+        Raises:
+            StoreError: the folder cannot be reached.
+        """
+        files, _ = self._opened()
+        if self._threads is None:
+            return
+        for number in range(256):
+            folder = f"{number:02x}"
+            entries = await self._threads.run(partial(_listed, files, folder))
+            names = [entry.key for entry in entries if is_object(folder, entry.key)]
+            if found := [name for name in names if name.endswith(label.hex())]:
+                yield bytes.fromhex("".join(found))
+
     async def probe(self) -> None:
         """Read the folder, in the threads of loads; see :class:`Store`.
 
@@ -266,6 +283,10 @@ class DirectoryStore(Store):
         if reason != self._refusal:
             self._refusal = reason
             _log.warning("store.refused", url=self.url, reason=reason)
+
+
+def _listed(files: ObjectFiles, folder: str, unwanted: threading.Event) -> list[FileEntry]:
+    return files.listed(folder)
 
 
 def _names(keys: bytes) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from aiokv import _native
 from aiokv.errors import ConfigError, UsageError
 from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.disk.journal import Journal
 from aiokv.stores.disk.layout import (
     HEADER_BYTES,
@@ -132,6 +133,7 @@ class DiskFiles(StoreDirectory):
 
         others = set(names) & {JOURNAL, NEW_JOURNAL, LOCK}
         return Reading(
+            keys=np.ascontiguousarray(stored["key"]).view(np.uint8).reshape(-1, KEY_BYTES),
             seconds=stored["seconds"].astype(np.float64),
             order=np.argsort(stored["slot"]),
             groups=groups,
@@ -166,7 +168,7 @@ class DiskFiles(StoreDirectory):
         return None, np.empty(0, _RECORD), Damage(damaged_headers=1)
 
     @property
-    def _lock_path(self) -> Path:
+    def lock_path(self) -> Path:
         """Directory with the lock. All layouts of a store share the lock of the store."""
         return self.path.parent if self.path.name.startswith(LAYOUT) else self.path
 
@@ -174,7 +176,7 @@ class DiskFiles(StoreDirectory):
     def locked(self) -> Iterator[None]:
         """Lock the directory; see :class:`StoreDirectory`."""
         try:
-            lock = DirectoryLock(self._lock_path)
+            lock = DirectoryLock(self.lock_path)
         except ConfigError as error:
             raise UsageError(
                 error.args[0],
@@ -185,10 +187,18 @@ class DiskFiles(StoreDirectory):
         finally:
             lock.release()
 
+    def is_locked(self) -> bool:
+        """Return True if a process uses the directory."""
+        try:
+            DirectoryLock(self.lock_path).release()
+        except ConfigError:
+            return True
+        return False
+
     def _user(self) -> int | None:
         """Return the id of the process that has locked the store, without touching the lock."""
         try:
-            inode = os.stat(self._lock_path / LOCK).st_ino
+            inode = os.stat(self.lock_path / LOCK).st_ino
             with open("/proc/locks", encoding="ascii") as locks:
                 for line in locks:
                     fields = line.split()

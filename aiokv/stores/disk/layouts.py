@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
 
+import numpy as np
+
 from aiokv.base.logs import Log
 from aiokv.errors import LayoutError
 from aiokv.stores.disk.layout import (
@@ -21,9 +23,11 @@ from aiokv.stores.disk.layout import (
     segment_name,
     segment_numbers,
 )
+from aiokv.stores.labels import ends_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from aiokv.stores.base import StoreMemory
     from aiokv.stores.disk.volume import Volume
@@ -38,14 +42,43 @@ class OtherLayouts:
 
     Args:
         volumes: a volume per layout.
+        folder: directory of the store.
 
     Attributes:
         num_bytes: bytes of their segments.
     """
 
-    def __init__(self, volumes: Iterable[Volume]) -> None:
+    def __init__(self, volumes: Iterable[Volume], folder: Path) -> None:
+        self._folder = folder
         self._volumes = sorted(volumes, key=_used_at)
         self.num_bytes = self._measured_bytes()
+
+    def purge(self, used: Path, label: bytes) -> int:
+        """Remove the blocks of a label from all layouts and groups of the store but those that are
+        open; return their number.
+
+        Args:
+            used: directory of the layout in use.
+            label: end of the keys of these blocks.
+
+        Raises:
+            OSError: a file cannot be read or written; a second call removes the rest.
+        """
+        from aiokv.stores.disk.inspection import DiskFiles
+
+        removed = 0
+        for path in DiskFiles.parts_of(self._folder):
+            files = DiskFiles(path)
+            # The lock of this folder is held, and those of the groups that have stores.
+            is_open = path == used or (files.lock_path != self._folder and files.is_locked())
+            if is_open or (reading := files.read()).obstacle:
+                continue
+            kept = ~ends_with(reading.keys, label)
+            if not kept.all():
+                reading.keep_only(kept, ())
+                removed += int(np.count_nonzero(~kept))
+        self.num_bytes = self._measured_bytes()
+        return removed
 
     def _measured_bytes(self) -> int:
         return sum(
@@ -99,7 +132,9 @@ def find_layout(volume: Volume, memory: StoreMemory) -> tuple[Volume, OtherLayou
         chosen = volume.below(
             f"{LAYOUT}{FORMAT_VERSION}-{memory.pitch_bytes}-{memory.payload_bytes}"
         )
-    return chosen, OtherLayouts(part for part, _ in parts if part.path != chosen.path)
+    return chosen, OtherLayouts(
+        (part for part, _ in parts if part.path != chosen.path), volume.path
+    )
 
 
 def _content(volume: Volume, memory: StoreMemory) -> Literal["fits", "other", "nothing"]:

@@ -16,6 +16,7 @@ from aiokv.stores.disk.lock import DirectoryLock
 from aiokv.stores.disk.recovery import log_damage, recover
 from aiokv.stores.disk.room import NO_ROOM, Room
 from aiokv.stores.disk.transfers import SlotTransfers
+from aiokv.stores.labels import MAX_LABELS, usage
 from aiokv.stores.threads import StoreThreads
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class OpenStore:
         slot_bytes: int,
         capacity_bytes: int,
         resources: AsyncExitStack,
+        threads: StoreThreads,
     ) -> None:
         self.table = recovered.table
         self.transfers = transfers
@@ -59,6 +61,7 @@ class OpenStore:
         self._slot_bytes = slot_bytes
         self._capacity_bytes = capacity_bytes
         self._resources = resources
+        self._threads = threads
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,6 +134,7 @@ class OpenStore:
                 memory.pitch_bytes,
                 capacity_bytes,
                 resources.pop_all(),
+                threads,
             )
         raise AssertionError("unreachable")
 
@@ -143,6 +147,18 @@ class OpenStore:
         if self._writers is None:
             raise StoreError(f"the directory {str(self._path)!r} is not writable")
         return self._writers
+
+    async def purge_others(self, label: bytes) -> int:
+        """Remove the blocks of a label from the layouts and groups that are not open; return their
+        number.
+
+        Raises:
+            StoreError: a file cannot be read or written.
+        """
+        try:
+            return await self._threads.run(lambda _: self._others.purge(self._path, label))
+        except OSError as error:
+            raise StoreError(f"disk:{self._path}: purge: {error}") from error
 
     @contextmanager
     def operation(self) -> Iterator[None]:
@@ -182,6 +198,7 @@ class OpenStore:
             blocks=self.table.stored,
             used_bytes=self.table.stored * self._slot_bytes,
             capacity_bytes=self._capacity_bytes,
+            labels=usage(self.table.label_counts(MAX_LABELS), self.table.stored),
             evicted_blocks=evicted,
             quarantined_blocks=self.table.quarantined,
             details=details,

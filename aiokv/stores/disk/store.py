@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
@@ -22,10 +22,13 @@ from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import AsyncIterator
 
     from numpy.typing import NDArray
 
     from aiokv.stores.base import StoreMemory
+
+_KEYS_PER_PASS: Final = 65_536  # slots that are scanned per pass of the loop
 
 
 class DiskStore(Store):
@@ -251,6 +254,30 @@ class DiskStore(Store):
         with opened.operation():
             await committer.write_removals()
         return np.full(len(keys) // KEY_BYTES, Result.DONE, np.uint8)
+
+    async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
+        """Yield the keys of the layout in use; see :class:`Store`."""
+        table = self._opened().table
+        for first in range(0, table.high_water, _KEYS_PER_PASS):
+            if found := table.list_keys(first, _KEYS_PER_PASS, label):
+                yield found
+            await asyncio.sleep(0)
+
+    async def purge(self, label: bytes) -> int:
+        """Remove the blocks of a label from all layouts and groups of the directory; see
+        :class:`Store`. A power cut does not bring them back.
+
+        The bytes stay in their slots until these are used again, or until ``aiokv store gc``.
+
+        Raises:
+            StoreError: as :meth:`remove` does.
+        """
+        removed = await super().purge(label)
+        opened = self._opened()
+        committer, _ = opened.writers()
+        with opened.operation():
+            await committer.settle()
+            return removed + await opened.purge_others(label)
 
     async def probe(self) -> None:
         """Read one page of the segments; see :class:`Store`. A store without slots is not read.

@@ -228,6 +228,19 @@ class MooncakeClient:
         _raise_if_lost(codes)
         return _translated(codes, {Code.OK: Result.DONE, Code.NOT_FOUND: Result.DONE})
 
+    def remove_matching(self, pattern: str) -> int:
+        """Remove the objects whose names match a regular expression, even while another client
+        reads them; return their number.
+
+        Raises:
+            StoreError: the master did not answer.
+        """
+        with self._in_use():
+            removed = int(self._store.remove_by_regex(pattern, True))
+        if removed < 0:
+            raise StoreError(f"the Mooncake master removed no objects: code {removed}")
+        return removed
+
     @property
     def is_closed(self) -> bool:
         """True after ``close``, and after a failed transfer over RDMA."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import Store, StoreMemory, split_keys
+from aiokv.stores.base import KEY_BYTES, Store, StoreMemory, split_keys
 from aiokv.stores.mooncake.client import ClientOptions, MooncakeClient, import_library
 from aiokv.stores.mooncake.link import MasterLink
 from aiokv.stores.options import parse_bytes, url_options
@@ -183,6 +183,16 @@ class MooncakeStore(Store):
             StoreError: the master cannot be reached.
         """
         return await self._run(keys, lambda client, names, _: client.remove(names))
+
+    async def purge(self, label: bytes) -> int:
+        """Remove all objects of a label with a pattern of their names; see :class:`Store`.
+
+        Raises:
+            StoreError: the master cannot be reached.
+        """
+        pattern = f"^aiokv/[0-9a-f]{{{2 * (KEY_BYTES - len(label))}}}{label.hex()}$"
+        client, threads = await self._connected()
+        return await threads.run(lambda _: client.remove_matching(pattern))
 
     def statistics(self) -> StoreStatistics:
         """Return counters; the size of the cluster is not known here."""

@@ -5,9 +5,11 @@ Requests are pipelined: a window of them is sent before their replies are read.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from aiokv.errors import StoreError
 from aiokv.stores.base import Result
 from aiokv.stores.redis.connection import (
     ReplyError,
@@ -31,6 +33,7 @@ WINDOW_BYTES: Final = 256 << 10
 # and while it reads their replies.
 WINDOW_KEYS: Final = 256
 
+SCANNED_KEYS: Final = 1_000  # per request; the server does nothing else meanwhile
 _ASKING: Final = encode(b"ASKING")
 
 
@@ -141,6 +144,26 @@ def remove(connection: RedisConnection, items: Sequence[BatchKey]) -> None:
     for item, line in _ask(connection, items, b"UNLINK"):
         if not _is_refused(item, line):
             item.result = Result.DONE
+
+
+def scan(connection: RedisConnection, cursor: bytes, pattern: bytes) -> tuple[bytes, list[bytes]]:
+    """Return the next cursor, ``b"0"`` at the end, and the next names that match a pattern.
+
+    Raises:
+        StoreError: the server refuses the command.
+    """
+    reply = connection.request(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCANNED_KEYS)
+    if not isinstance(reply, list) or len(reply) != 2:
+        raise StoreError(f"redis store: the server replied {reply!r} to SCAN")
+    following, names = reply
+    if not isinstance(following, bytes) or not isinstance(names, list):
+        raise StoreError(f"redis store: the server replied {reply!r} to SCAN")
+    return following, [name for name in names if isinstance(name, bytes)]
+
+
+def escaped(text: bytes) -> bytes:
+    """Return a pattern that matches a text only."""
+    return re.sub(rb"([\\*?\[\]])", rb"\\\1", text)
 
 
 def _extend(connection: RedisConnection, items: Sequence[BatchKey], ttl_seconds: int) -> None:

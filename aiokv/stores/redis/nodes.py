@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from aiokv.errors import StoreError
 from aiokv.stores.base import Result
+from aiokv.stores.redis.commands import scan
 from aiokv.stores.redis.connection import ReplyError
 from aiokv.stores.redis.options import Address
 from aiokv.stores.redis.pool import ConnectionPool
@@ -96,6 +98,23 @@ class Nodes:
             ]
         if items and all(item.result is Result.FAILED for item in items):
             raise errors[0] if errors else _refusal(items)
+
+    async def scan(self, pattern: bytes) -> AsyncIterator[list[bytes]]:
+        """Yield the names of all masters that match a pattern, in batches; some may be repeated.
+
+        Raises:
+            StoreError: a master cannot be reached, or refuses the command.
+        """
+        slots = await self._known_slots()
+        for address in slots.masters:
+            cursor = b"0"
+            while True:
+                job = partial(scan, cursor=cursor, pattern=pattern)
+                cursor, names = await self._small.run(address, job)
+                if names:
+                    yield list(dict.fromkeys(names))
+                if cursor == b"0":
+                    break
 
     async def _parts(self, items: Sequence[BatchKey]) -> list[tuple[Address, list[BatchKey]]]:
         """Return the items by node, in parts that run at the same time."""

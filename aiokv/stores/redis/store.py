@@ -13,7 +13,7 @@ import numpy as np
 from aiokv.base.groups import ATTENTION
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import Result, Store, StoreMemory, split_keys
+from aiokv.stores.base import KEY_BYTES, Result, Store, StoreMemory, split_keys
 from aiokv.stores.options import parted_url, url_options, url_text
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import BatchKey
@@ -23,7 +23,7 @@ from aiokv.stores.redis.options import parse_server, split_url, without_secrets
 from aiokv.stores.redis.pool import until_ended
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -58,6 +58,7 @@ class RedisStore(Store):
     **Authentication.** With a password, the store sends ``AUTH``, with the user name if there is
     one. An ACL user needs ``~aiokv:* +get +set +strlen +unlink``; with ``ttl_seconds`` also
     ``+getex +expire``, with a database ``+select``, and in a cluster ``+asking +cluster|slots``.
+    Purges need ``+scan``.
     With ``redis://``, the password and the blocks travel as plain text: use ``rediss://`` on a
     network that others can read. No message and no statistics contain the password. A client that
     may write to the server can replace blocks: the checksum of a block detects errors, but it is
@@ -217,6 +218,19 @@ class RedisStore(Store):
         items = await self._items(keys)
         await self._run(items, commands.remove)
         return self._results("remove", items)
+
+    async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
+        """Yield the keys of all masters, with ``SCAN``; see :class:`Store`.
+
+        Raises:
+            StoreError: a master cannot be reached, or refuses ``SCAN``.
+        """
+        if self._is_closed or self._nodes is None:
+            raise StoreError(f"{self.url} is {'closed' if self._is_closed else 'not open'}")
+        digits = 2 * (KEY_BYTES - len(label))
+        pattern = commands.escaped(self._prefix) + b"[0-9a-f]" * digits + label.hex().encode()
+        async for names in self._nodes.scan(pattern):
+            yield bytes.fromhex(b"".join(name[len(self._prefix) :] for name in names).decode())
 
     def statistics(self) -> StoreStatistics:
         """Return counters since ``open``; size and capacity are known only to the server.

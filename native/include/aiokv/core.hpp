@@ -317,6 +317,8 @@ class Core {
     void forget_device() { tiers_.forget_device(); }
     void forget_host() { tiers_.forget_host(); }
     void reset();
+    // Makes all blocks of a salt unmatchable: see Tiers::purge().
+    void purge(std::string_view salt);
     std::uint32_t device_blocks() const { return device_.capacity(); }
     std::uint32_t block_tokens() const { return config_.block_tokens; }
 

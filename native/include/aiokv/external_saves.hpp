@@ -74,6 +74,8 @@ class ExternalSaves {
     // Drops the queued blocks, because no transfer will take them.
     void give_up_queue();
     void reset();
+    // Drops the blocks of some contexts that are being saved: they will not be inserted.
+    void purge(const std::vector<bool>& contexts);
 
     bool has(TransferId id) const { return in_flight_.contains(id); }
     const Transfer& get(TransferId id) const { return in_flight_.at(id).transfer; }

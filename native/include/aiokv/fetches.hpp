@@ -78,6 +78,8 @@ class Fetches {
     bool has(TransferId id) const { return fetches_.contains(id); }
     const Fetch& get(TransferId id) const { return fetches_.at(id); }
     // Ends a fetch. If it failed, its blocks before `first_bad` are proven.
+    // Lets the fetches of some contexts insert no block.
+    void purge(const std::vector<bool>& contexts);
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad);
 
     // Call when a lease is granted. Counts the blocks of its path that a fetch brought and that no

@@ -50,6 +50,9 @@ class Index {
     std::string_view context_of_root(NodeId root) const {
         return contexts_[static_cast<std::size_t>(tree_[root].device)].key;
     }
+    // Returns which contexts have a salt, by their numbers.
+    std::vector<bool> contexts_of(std::string_view salt) const;
+    NodeId root_of(std::size_t context) const { return contexts_[context].root; }
     std::size_t num_contexts() const { return context_ids_.size(); }
     // Visits the roots of contexts. Looks at no more than `max_contexts` entries of the table.
     template <class Visit>

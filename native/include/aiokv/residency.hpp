@@ -166,6 +166,8 @@ class Residency {
     void forget_host();
     // Makes all blocks unmatchable.
     void detach_all();
+    // Makes all blocks of a context unmatchable.
+    void drop_context(NodeId root);
     // Evicts blocks beyond the new size, and those below them in the tree, from the device; blocks
     // without a host copy are dropped. Throws UsageError, changing nothing, if one of them is
     // leased, being copied, or used by an unfinished step.

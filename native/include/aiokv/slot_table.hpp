@@ -17,6 +17,7 @@
 
 #include "aiokv/journal_record.hpp"
 #include "aiokv/key_index.hpp"
+#include "aiokv/label_counts.hpp"
 #include "aiokv/slab.hpp"
 
 namespace aiokv {
@@ -110,12 +111,19 @@ class SlotTable {
     void begin_snapshot();
     std::vector<JournalRecord> snapshot(std::size_t count);
 
+    // Appends to `keys` those of `count` slots from `first` on that end with `label`.
+    void list_keys(std::size_t first, std::size_t count, std::span<const std::uint8_t> label,
+                   std::vector<StoreKey>& keys) const;
+    // Numbers of stored keys by their labels: see aiokv/stores/labels.py.
+    const LabelCounts& labels() const { return labels_; }
+
     // Applies a record of the journal. Call before all other methods. finish_replay() then makes
     // slots without a key free.
     bool replay(const JournalRecord& record);
     void finish_replay();
 
     std::size_t capacity() const { return capacity_; }
+    std::size_t high_water() const { return high_water_; }
     std::size_t limit() const { return limit_; }
     std::size_t stored() const { return recency_.size(); }
     std::size_t quarantined() const { return quarantine_.size(); }
@@ -145,6 +153,7 @@ class SlotTable {
     std::size_t high_water_ = 0;  // slots that were ever reserved
     Slab<Slot> slots_;
     KeyIndex index_;
+    LabelCounts labels_;
     SlotList recency_;  // front: least recently used
     SlotList free_;
     SlotList unsettled_;

@@ -45,6 +45,9 @@ class Tiers {
     // Makes all blocks unmatchable. Leases keep their blocks, but those that they commit are not
     // indexed.
     void reset();
+    // Makes all blocks of some contexts unmatchable. Leases in them keep their blocks, but use and
+    // publish no others from now on.
+    void purge(const std::vector<bool>& contexts);
     // See Residency::resize_device(). Throws UsageError, changing nothing.
     void resize_device(std::int64_t blocks);
 

@@ -264,6 +264,13 @@ void Core::reset() {
     peers_.end_all();
 }
 
+void Core::purge(std::string_view salt) {
+    const std::vector<bool> contexts = index_.contexts_of(salt);
+    tiers_.purge(contexts);
+    external_.saves().purge(contexts);
+    fetches_.purge(contexts);
+}
+
 Usage Core::usage(LeaseId id) const {
     const Lease& lease = leases_.at(id);
     const std::uint32_t cached = std::min(lease.cached_tokens, lease.prompt_tokens);

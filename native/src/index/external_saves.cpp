@@ -449,6 +449,15 @@ void ExternalSaves::reset() {
     changed_.clear();  // these leases will not publish what they promised
 }
 
+void ExternalSaves::purge(const std::vector<bool>& contexts) {
+    for (SaveId id = 0; id < blocks_.size(); ++id) {
+        const Block& block = blocks_[id];
+        const bool is_in_use = block.state != State::kFree && block.state != State::kLost;
+        if (is_in_use && contexts[block.context]) lose(id);
+    }
+    announce_changed();
+}
+
 void ExternalSaves::complete(TransferId id, std::uint32_t good) {
     const InFlight save = std::move(in_flight_.extract(id).mapped());
     transfers_.end_other();

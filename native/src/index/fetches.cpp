@@ -9,7 +9,7 @@
 namespace aiokv {
 
 bool Fetches::may_fetch(const Lease& lease) const {
-    return stored_.exist() && lease.is(LeaseState::kMatched);
+    return stored_.exist() && lease.is(LeaseState::kMatched) && lease.flags.reads;
 }
 
 // Returns the digests of the first blocks that no tier has. They are computed once, because several
@@ -104,6 +104,12 @@ TransferId Fetches::begin(Lease& lease, std::size_t blocks, TransferId replaced)
     fetches_.emplace(id, std::move(fetch));
     ++begun_;
     return id;
+}
+
+void Fetches::purge(const std::vector<bool>& contexts) {
+    for (auto& [id, fetch] : fetches_) {
+        if (contexts[fetch.context]) fetch.epoch = 0;
+    }
 }
 
 void Fetches::complete(TransferId id, Outcome outcome, std::uint32_t first_bad) {

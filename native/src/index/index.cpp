@@ -4,6 +4,7 @@
 #include <charconv>
 #include <utility>
 
+#include "aiokv/digest.hpp"
 #include "core_detail.hpp"
 #include "report.hpp"
 
@@ -96,6 +97,14 @@ void Index::close_unused_contexts() {
     for (std::uint32_t i = 1; i < contexts_.size(); ++i) {
         if (contexts_[i].root != kNone) close_if_unused(i);
     }
+}
+
+std::vector<bool> Index::contexts_of(std::string_view salt) const {
+    std::vector<bool> found(contexts_.size());
+    for (std::size_t i = 0; i < contexts_.size(); ++i) {
+        found[i] = contexts_[i].root != kNone && salt_of(contexts_[i].key) == salt;
+    }
+    return found;
 }
 
 void Index::clear() {

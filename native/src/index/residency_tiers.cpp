@@ -156,6 +156,13 @@ void Residency::detach_all() {
     count_as(EvictionCause::kReset);
 }
 
+void Residency::drop_context(NodeId root) {
+    std::vector<NodeId> tops;
+    tree_.for_each_child(root, [&](NodeId top) { tops.push_back(top); });
+    for (const NodeId top : tops) drop(top);
+    count_as(EvictionCause::kReset);
+}
+
 void Residency::resize_device(std::uint32_t blocks) {
     const std::vector<NodeId> leaving = beyond_device(blocks);
     std::vector<bool> leaves(device_.capacity(), false);

@@ -46,6 +46,25 @@ void Tiers::reset() {
     }
 }
 
+void Tiers::purge(const std::vector<bool>& contexts) {
+    const auto is_purged = [&](const Lease& lease) {
+        return (lease.is_open() || lease.is(LeaseState::kReleasing)) && contexts[lease.context];
+    };
+    for (Lease& lease : leases_) {
+        if (!is_purged(lease)) continue;
+        promises_.withdraw(lease);
+        lease.flags.reads = lease.flags.writes = false;
+        lease.epoch = 0;
+    }
+    for (std::size_t i = 0; i < contexts.size(); ++i) {
+        if (contexts[i]) residency_.drop_context(index_.root_of(i));
+    }
+    index_.change();
+    for (Lease& lease : leases_) {
+        if (lease.is(LeaseState::kSwapped) && is_purged(lease)) swaps_.trim(lease);
+    }
+}
+
 void Tiers::resize_device(std::int64_t blocks) {
     if (blocks <= static_cast<std::int64_t>(config_.reserve_blocks) || blocks > kMaxBlocks) {
         throw UsageError("cannot resize the device pool to " + std::to_string(blocks) +

@@ -819,6 +819,7 @@ void bind_core(nb::module_& m) {
         .def("forget_device", &Core::forget_device)
         .def("forget_host", &Core::forget_host)
         .def("reset", &Core::reset)
+        .def("purge", &Core::purge, "salt"_a)
         .def("statistics", &Core::statistics)
         .def("group_statistics", &Core::group_statistics, "group"_a)
         .def("violations", &Core::violations)

@@ -196,6 +196,13 @@ void bind_digest(nb::module_& m) {
         "Name the implementation that digests use on this processor.");
     m.def("root_digest", &root, "block_tokens"_a, "context"_a,
           "Return the digest (32 bytes) that the first blocks of prompts of a context chain to.");
+    m.def(
+        "salt_label",
+        [](std::string_view salt) {
+            const SaltLabel label = salt_label(salt);
+            return nb::bytes(label.data(), label.size());
+        },
+        "salt"_a, "Return the label (5 bytes) at the end of the keys of a salt.");
     m.def("block_digests", &digests, "root"_a, "tokens"_a.noconvert(), "block_tokens"_a,
           "items"_a = nb::list(), nb::kw_only(), "portable"_a = false,
           "Return the digests of the whole blocks of a prompt, 32 bytes each; items are (hash, "

@@ -163,6 +163,41 @@ void bind_table(nb::module_& m) {
             "snapshot",
             [](SlotTable& table, std::size_t count) { return record_bytes(table.snapshot(count)); },
             "count"_a, "Return the next records of the snapshot, b\"\" at its end.")
+        .def(
+            "list_keys",
+            [](const SlotTable& table, std::size_t first, std::size_t count,
+               const nb::bytes& label) {
+                const std::span<const std::uint8_t> bytes(
+                    static_cast<const std::uint8_t*>(label.data()), label.size());
+                if (bytes.size() > sizeof(StoreKey)) throw UsageError("label is longer than a key");
+                std::vector<StoreKey> keys;
+                table.list_keys(first, count, bytes, keys);
+                return nb::bytes(keys.data(), keys.size() * sizeof(StoreKey));
+            },
+            "first"_a, "count"_a, "label"_a,
+            "Return the keys of `count` slots from `first` on that end with `label`.")
+        .def(
+            "label_counts",
+            [](const SlotTable& table, std::size_t count) {
+                nb::dict kinds;
+                for (std::size_t i = 0; i < LabelCounts::kPlaces.size(); ++i) {
+                    const LabelCounts::Place& place = LabelCounts::kPlaces[i];
+                    nb::dict labels;
+                    for (const auto& [number, keys] : table.labels().largest(i, count)) {
+                        std::array<std::uint8_t, 8> bytes{};
+                        for (std::size_t at = 0; at < place.bytes; ++at) {
+                            bytes[at] = static_cast<std::uint8_t>(
+                                number >> 8 * (place.bytes - 1 - at) & 0xff);
+                        }
+                        labels[nb::bytes(bytes.data(), place.bytes)] = keys;
+                    }
+                    kinds[place.kind] = labels;
+                }
+                return kinds;
+            },
+            "count"_a, nb::sig("def label_counts(self, count: int) -> dict[str, dict[bytes, int]]"),
+            "Return the numbers of keys by label, of the `count` largest labels of each kind.")
+        .def_prop_ro("high_water", &SlotTable::high_water, "Slots that were ever reserved.")
         .def_prop_ro("capacity", &SlotTable::capacity)
         .def_prop_ro("limit", &SlotTable::limit, "Slots that exist on the medium.")
         .def_prop_ro("stored", &SlotTable::stored)

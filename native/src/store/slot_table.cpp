@@ -130,6 +130,7 @@ void SlotTable::commit(std::span<const StoreKey> keys, std::span<const std::int3
         const std::uint32_t earlier = find(keys[i]);
         if (earlier != kNoSlot) drop(earlier, RecordKind::kRemove);
         store(static_cast<std::uint32_t>(slots[i]), keys[i], seconds);
+        labels_.add(keys[i]);
     }
 }
 
@@ -221,6 +222,15 @@ std::vector<JournalRecord> SlotTable::snapshot(std::size_t count) {
     return records;
 }
 
+void SlotTable::list_keys(std::size_t first, std::size_t count, std::span<const std::uint8_t> label,
+                          std::vector<StoreKey>& keys) const {
+    for (std::size_t slot = first; slot < std::min(first + count, high_water_); ++slot) {
+        const StoreKey& key = slots_[slot].key;
+        if (slots_[slot].state != SlotState::kStored) continue;
+        if (std::equal(label.begin(), label.end(), key.end() - label.size())) keys.push_back(key);
+    }
+}
+
 // Applies records in order, so that the last one wins: that was the state in memory.
 bool SlotTable::replay(const JournalRecord& record) {
     if (record.slot >= capacity_) return false;
@@ -233,7 +243,7 @@ bool SlotTable::replay(const JournalRecord& record) {
             if (entry.state == SlotState::kQuarantined) return false;
             const std::uint32_t earlier = find(record.key);
             if (earlier != kNoSlot) erase_replayed(earlier);
-            store(record.slot, record.key, record.seconds);
+            store(record.slot, record.key, record.seconds);  // finish_replay() counts its labels
             return true;
         }
         case RecordKind::kRemove:
@@ -253,6 +263,7 @@ bool SlotTable::replay(const JournalRecord& record) {
 void SlotTable::finish_replay() {
     for (std::uint32_t slot = 0; slot < high_water_; ++slot) {
         if (slots_[slot].state == SlotState::kUnused) free_.push_back(slots_, slot);
+        if (slots_[slot].state == SlotState::kStored) labels_.add(slots_[slot].key);
     }
     limit_ = std::max(limit_, high_water_);
 }
@@ -272,6 +283,7 @@ void SlotTable::unlink_stored(std::uint32_t slot) {
 void SlotTable::drop(std::uint32_t slot, RecordKind kind) {
     Slot& entry = slots_[slot];
     index_.erase(KeyIndex::hash(entry.key), slot, slots_);
+    labels_.remove(entry.key);
     unlink_stored(slot);
     records_.push_back({.kind = kind, .slot = slot, .key = entry.key});
     if (kind == RecordKind::kQuarantine) {
