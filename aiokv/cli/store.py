@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     status = EXIT_GOOD
     if args.action == "ls":
         result = files.listing()
-        names = {kind: getattr(args, kind) for kind in KINDS}
+        names = {kind: getattr(args, kind) or [] for kind in KINDS}
         rows: Iterator[tuple[str, str]] = chain(_listing_rows(result), _label_rows(result, names))
     elif args.action == "verify":
         with show_progress("blocks", sys.stderr) as stages:
