@@ -133,7 +133,9 @@ std::string labelled(std::string digest, std::string_view salt) {
 TEST(salt_of_a_context_counts_characters) {
     CHECK_EQ(std::string(salt_of("")), "");
     CHECK_EQ(std::string(salt_of("7:tenant1adapter")), "tenant1");
-    CHECK_EQ(std::string(salt_of("2:\xc3\xa9\xc3\x9f" "adapter")), "\xc3\xa9\xc3\x9f");
+    CHECK_EQ(std::string(salt_of("2:\xc3\xa9\xc3\x9f"
+                                 "adapter")),
+             "\xc3\xa9\xc3\x9f");
     CHECK_EQ(std::string(salt_of("0:adapter")), "");
     CHECK_EQ(std::string(salt_of("3:a:badapter")), "a:b");
     CHECK_EQ(std::string(salt_of("no number")), "");

@@ -210,6 +210,8 @@ class StoreConformance:
         )
         async with opened(medium, blocks) as store:
             await save(store, blocks, [99])
+            for block, key in enumerate(split_keys(keys)):
+                blocks.write(block, key)
             saved = await store.save(keys, np.arange(12, dtype=np.int32))
             assert saved.tolist() == [DONE] * 12
             assert await store.purge(label) == 6

@@ -14,6 +14,7 @@ from aiokv.stores.host.messages import (
     Load,
     Lookup,
     Publish,
+    Purge,
     Release,
     Remove,
     Reply,
@@ -24,7 +25,7 @@ from aiokv.stores.waiting import all_ended
 from aiokv.wire.frames import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from numpy.typing import NDArray
 
@@ -47,6 +48,7 @@ class Attachment:
         threads: touch new memory.
         share: part of the memory that the objects of the engine may claim.
         counts: returns the counts of the pool.
+        purge: removes the objects of all pools with a label; returns their number.
 
     Attributes:
         pool: as given.
@@ -60,9 +62,11 @@ class Attachment:
         threads: StoreThreads,
         share: float,
         counts: Callable[[], Counts],
+        purge: Callable[[bytes], Awaitable[int]],
     ) -> None:
         self.pool = pool
         self._counts = counts
+        self._purge = purge
         self._pools = pools
         self._below = below
         self._threads = threads
@@ -90,6 +94,8 @@ class Attachment:
                 self._begin(message.number, self._reserve(message.number, message.keys))
             case Remove():
                 self._begin(message.number, self._remove(message.keys))
+            case Purge():
+                self._begin(message.number, self._purged(message.label))
             case Publish():
                 self._publish(message)
             case Release():
@@ -187,3 +193,6 @@ class Attachment:
             await self._below.remove(keys)
         self.pool.remove(keys)
         return bytes(len(keys) // KEY_BYTES)
+
+    async def _purged(self, label: bytes) -> bytes:
+        return (await self._purge(label)).to_bytes(8, "little")

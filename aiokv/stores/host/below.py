@@ -142,6 +142,17 @@ class Below:
                 self._queue.pop(key, None)
             await self._store.remove(keys)
 
+    async def purge(self, label: bytes) -> int:
+        """Remove the objects with a label, also those that wait to be saved; return their number.
+
+        Raises:
+            StoreError: they could not be removed.
+        """
+        async with self._loading, self._saving:
+            for key in [key for key in self._queue if key.endswith(label)]:
+                del self._queue[key]
+            return await self._guard.purge(label)
+
     def save_soon(self, keys: bytes) -> None:
         """Queue objects that are in memory. Those evicted before their turn are not saved."""
         for key in split_keys(keys):

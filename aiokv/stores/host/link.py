@@ -46,11 +46,12 @@ if TYPE_CHECKING:
         Load,
         Lookup,
         Publish,
+        Purge,
         Remove,
         Save,
     )
 
-    Request = Lookup | Load | Save | Remove | Publish
+    Request = Lookup | Load | Save | Remove | Purge | Publish
 
 T = TypeVar("T")
 

@@ -16,6 +16,8 @@
           ◄───────────────────────── Reply(number)
     Remove(number, keys) ──────────►
           ◄───────────────────────── Reply(number)
+    Purge(number, label) ──────────►
+          ◄───────────────────────── Reply(number, 8 bytes: number of objects)
 
 The end of the connection releases the slots of all requests. A process that only reads the counts
 sends Inspect instead of Hello, and gets a Report.
@@ -97,6 +99,13 @@ class Remove(_Request, frozen=True, tag="remove"):
     """Remove keys."""
 
 
+class Purge(_Message, frozen=True, tag="purge"):
+    """Remove all keys of all sizes that end with a label."""
+
+    number: int
+    label: bytes
+
+
 class Publish(_Message, frozen=True, tag="publish"):
     """Store the keys of a ``Save``.
 
@@ -168,7 +177,7 @@ class Report(_Message, frozen=True, tag="report"):
 
 
 FirstMessage = Hello | Inspect
-FromEngine = Lookup | Load | Save | Remove | Publish | Release | Ping | Pong
+FromEngine = Lookup | Load | Save | Remove | Purge | Publish | Release | Ping | Pong
 FromService = Reply | Report | Ping | Pong
 Admission = Welcome | Refuse | Report
 

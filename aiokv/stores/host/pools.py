@@ -109,6 +109,12 @@ class SlotPool:
         self.table.remove(keys)
         self._settle()
 
+    def purge(self, label: bytes) -> int:
+        """Remove the keys with a label; return their number."""
+        keys = self.table.list_keys(0, self.table.high_water, label)
+        self.remove(keys)
+        return len(keys) // KEY_BYTES
+
     def evict(self, count: int) -> None:
         """Remove the objects that were used longest ago, at most ``count``."""
         self._evicted_blocks += self.table.evict(count)

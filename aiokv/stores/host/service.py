@@ -181,7 +181,17 @@ class HostService:
                 below = Below(self._below_use, pool, self._pools, self._threads, hello.share)
                 self._below[size] = asyncio.create_task(below.opened())
             below = await asyncio.shield(self._below[size])
-        return Attachment(pool, self._pools, below, self._threads, hello.share, counts)
+        return Attachment(pool, self._pools, below, self._threads, hello.share, counts, self._purge)
+
+    async def _purge(self, label: bytes) -> int:
+        """Remove all objects with a label, below first: then no load brings one back.
+
+        Returns:
+            The number of objects in memory or below, whichever is larger.
+        """
+        belows = [await asyncio.shield(opening) for opening in list(self._below.values())]
+        below = sum([await part.purge(label) for part in belows])
+        return max(below, sum(pool.purge(label) for pool in self._pools.pools.values()))
 
     def _start(self, connection: Connection[FromService, FromEngine]) -> None:
         attachment = self._attachments[connection]

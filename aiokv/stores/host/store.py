@@ -14,7 +14,7 @@ from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import KEY_BYTES, Result, Store
 from aiokv.stores.host.link import attach
-from aiokv.stores.host.messages import PRESENT, Load, Lookup, Publish, Remove, Save
+from aiokv.stores.host.messages import PRESENT, Load, Lookup, Publish, Purge, Remove, Save
 from aiokv.stores.host.pools import selected
 from aiokv.stores.options import store_path, url_options, url_path
 from aiokv.stores.threads import StoreThreads
@@ -152,6 +152,17 @@ class HostStore(Store):
         _, link = await self._attached()
         removed = await link.ask(Remove(number=link.next_number(), keys=keys))
         return np.frombuffer(removed, np.uint8)
+
+    async def purge(self, label: bytes) -> int:
+        """Remove the objects of a label of all engines of the host, also from the store below the
+        service; see :class:`Store`.
+
+        Raises:
+            StoreError: as :meth:`lookup`.
+        """
+        _, link = await self._attached()
+        removed = await link.ask(Purge(number=link.next_number(), label=label))
+        return int.from_bytes(removed, "little")
 
     def statistics(self) -> StoreStatistics:
         """Return counts of the last reply of the service; see :class:`Store`."""

@@ -18,8 +18,8 @@
 // item. That of a prompt is the item key of a block that has all its positions. Numbers are
 // little-endian. The parent digest chains all earlier tokens, the context (salt and adapter) and
 // block_tokens; a prompt digest is the same for any block_tokens. The fingerprint tells the model,
-// its weights, and the layout of the bytes (aiokv/stores/identity.py). The labels find all keys of a
-// salt, a model or a version; which block a key names depends on its hash alone. The ends of a
+// its weights, and the layout of the bytes (aiokv/stores/identity.py). The labels find all keys of
+// a salt, a model or a version; which block a key names depends on its hash alone. The ends of a
 // digest, which serve as shorter names of a block, are those of its hash.
 #pragma once
 

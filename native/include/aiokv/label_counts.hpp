@@ -20,8 +20,8 @@ class LabelCounts {
         std::size_t at;
         std::size_t bytes;
     };
-    static constexpr std::array<Place, 3> kPlaces = {
-        Place{"model", 21, 3}, Place{"version", 24, 3}, Place{"salt", 27, kSaltLabelBytes}};
+    static constexpr std::array<Place, 3> kPlaces = {Place{"model", 21, 3}, Place{"version", 24, 3},
+                                                     Place{"salt", 27, kSaltLabelBytes}};
 
     void add(const Digest& key) {
         for (std::size_t i = 0; i < kPlaces.size(); ++i) ++counts_[i][label(key, kPlaces[i])];
