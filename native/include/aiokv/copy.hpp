@@ -49,7 +49,7 @@ struct BlockMap : std::enable_shared_from_this<BlockMap> {
 };
 
 // Blocks that are consecutive on both sides: host..host+length and device..device+length.
-struct Run {
+struct CopyRun {
     std::int64_t host = 0;
     std::int64_t device = 0;
     std::int64_t length = 0;
@@ -61,7 +61,7 @@ void check_ids(const BlockMap& map, Direction direction, std::span<const std::in
 
 // Returns the pairs sorted by host id; pairs that are consecutive on both sides form one run. The
 // lists must have equal lengths.
-std::vector<Run> merge_runs(std::span<const std::int32_t> host_ids,
+std::vector<CopyRun> merge_runs(std::span<const std::int32_t> host_ids,
                             std::span<const std::int32_t> device_ids);
 
 struct CopyError {

@@ -25,7 +25,7 @@ using Ids = std::span<const std::int32_t>;
 // State of one job for the stream's thread.
 class Mover {
   public:
-    Mover(std::shared_ptr<const BlockMap> map, Direction direction, std::vector<Run> runs)
+    Mover(std::shared_ptr<const BlockMap> map, Direction direction, std::vector<CopyRun> runs)
         : map_(std::move(map)), direction_(direction), runs_(std::move(runs)) {
         std::size_t block_bytes = 0;
         for (const auto& pieces : map_->layers) {
@@ -67,7 +67,7 @@ class Mover {
                !piece.encode;
     }
 
-    Failure move_run(const Piece& piece, const Run& run, const std::atomic<bool>& stop) const {
+    Failure move_run(const Piece& piece, const CopyRun& run, const std::atomic<bool>& stop) const {
         if (dense(piece)) {
             const auto bytes = static_cast<std::size_t>(run.length) * piece.bytes;
             return move_bytes(piece, run.host, run.device, bytes, stop);
@@ -78,7 +78,7 @@ class Mover {
         return nullptr;
     }
 
-    Failure move_run_of_all(const Run& run, const std::atomic<bool>& stop) const {
+    Failure move_run_of_all(const CopyRun& run, const std::atomic<bool>& stop) const {
         // A dense piece is the only piece of its host block, so no other piece is left out.
         for (const auto& pieces : map_->layers) {
             for (const auto& piece : pieces) {
@@ -95,7 +95,7 @@ class Mover {
         return nullptr;
     }
 
-    Failure move_block(const Piece& piece, const Run& run, std::int64_t i,
+    Failure move_block(const Piece& piece, const CopyRun& run, std::int64_t i,
                        const std::atomic<bool>& stop) const {
         return move_bytes(piece, run.host + i, run.device + i, piece.bytes, stop);
     }
@@ -121,7 +121,7 @@ class Mover {
 
     std::shared_ptr<const BlockMap> map_;
     Direction direction_;
-    std::vector<Run> runs_;
+    std::vector<CopyRun> runs_;
     bool streaming_ = false;
 };
 
@@ -179,14 +179,14 @@ void check_ids(const BlockMap& map, Direction direction, Ids host_ids, Ids devic
     }
 }
 
-std::vector<Run> merge_runs(Ids host_ids, Ids device_ids) {
+std::vector<CopyRun> merge_runs(Ids host_ids, Ids device_ids) {
     std::vector<std::size_t> order(host_ids.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
     if (!std::is_sorted(host_ids.begin(), host_ids.end())) {
         std::stable_sort(order.begin(), order.end(),
                          [&](auto a, auto b) { return host_ids[a] < host_ids[b]; });
     }
-    std::vector<Run> runs;
+    std::vector<CopyRun> runs;
     for (const auto i : order) {
         const std::int64_t host = host_ids[i];
         const std::int64_t device = device_ids[i];
