@@ -652,6 +652,42 @@ TEST(a_reset_without_leases_frees_all_blocks) {  // I8
     }
 }
 
+TEST(a_reset_with_leases_keeps_only_their_blocks) {  // I8
+    Cache cache(64, 64);
+    for (int round = 0; round < 3; ++round) {
+        cache.to_host({1, 2, 3, 4});
+        for (const std::int32_t child : {5, 6}) cache.release(cache.serve({8, 9, child, 0, 1}));
+        // Two leases share a block; one of them has another path, and one an uncommitted block.
+        const LeaseId reader = cache.serve({8, 9, 5, 0, 1, 2, 3});
+        const LeaseId other = cache.match({8, 9, 7, 7, 7});
+        cache.allocate(other, 5);
+        const std::vector<BlockId> table = cache.core.lease(reader).table;
+        while (const TransferId save = cache.core.take_backups()) {
+            cache.complete(save, Outcome::kDone);
+        }
+        const std::uint64_t before = cache.core.statistics().dropped_blocks;
+
+        cache.core.reset();
+        cache.check();
+        CHECK_EQ(cache.core.statistics().dropped_blocks - before, 6u);
+        CHECK_EQ(cache.core.statistics().nodes, 4u);  // a root, and the three blocks of the reader
+        CHECK_EQ(cache.core.statistics().device_free, 64u - 4u - 2u);
+        CHECK_EQ(cache.core.statistics().host_free, 64u);
+        CHECK(cache.core.lease(reader).table == table);
+        CHECK_EQ(cache.core.commit(other, 5, 0), 0u);  // nothing of before the reset is cached
+        const LeaseId again = cache.match({8, 9, 5, 0, 1});
+        CHECK_EQ(cache.device_hit + cache.host_hit, 0u);
+        cache.release(again);
+        cache.core.reset();  // the leases still have their blocks
+        cache.check();
+        CHECK(cache.core.lease(reader).table == table);
+        cache.release(reader);
+        cache.release(other);
+        cache.check();
+        CHECK_EQ(cache.core.statistics().device_free, 64u);
+    }
+}
+
 TEST(a_reset_leaves_a_transfer_its_blocks) {  // I8
     Cache cache(8, 8);
     cache.release(cache.serve({1, 2, 3, 4}));

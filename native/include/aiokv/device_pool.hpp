@@ -91,9 +91,9 @@ class DevicePool {
         }
     }
 
-    // Frees all ids. Requires that no unfinished step uses one.
-    void free_all() {
-        pool_.free_all_but({});
+    // Frees all ids except these. Requires that no unfinished step uses one.
+    void free_all_but(std::span<const BlockId> used) {
+        pool_.free_all_but(used);
         cool_.clear();
         cool_blocks_ = 0;
     }

@@ -45,8 +45,9 @@ class Index {
         close_if_unused(static_cast<std::uint32_t>(tree_[root].device));
     }
     void close_unused_contexts();
-    // Frees all blocks at once. Nothing may use one, and they must be in no queue.
-    void clear();
+    // Frees all blocks at once, except those of these detached runs. Nothing may use the others,
+    // and they must be in no queue.
+    void clear_all_but(std::span<const RunId> kept);
     std::string_view context_of_root(NodeId root) const {
         return contexts_[static_cast<std::size_t>(tree_[root].device)].key;
     }
@@ -88,6 +89,13 @@ class Index {
     // Returns true if only the lease has the device id.
     bool is_private(const Lease& lease, std::size_t block) const {
         return block >= lease.path.size() || tree_[lease.path[block]].device != lease.table[block];
+    }
+    // Visits the leases that have blocks.
+    template <class Visit>
+    void for_each_holder(Visit visit) const {
+        for (const Lease& lease : leases_) {
+            if (lease.has_blocks()) visit(lease);
+        }
     }
     // Returns the number of blocks of the path before the first dropped one.
     std::size_t attached_blocks(const Lease& lease) const;

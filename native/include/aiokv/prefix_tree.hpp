@@ -254,8 +254,9 @@ class PrefixTree {
     void free(NodeId node);
     // Frees all blocks of a run. They are detached, and their children are or become detached.
     void free_run(RunId id);
-    // Frees all blocks except the roots, without access to them. They must be in no queue.
-    void clear(std::span<const NodeId> roots);
+    // Frees all blocks except the roots and those of the runs in `kept`, without access to them.
+    // They must be in no queue, and the kept ones detached.
+    void clear(std::span<const NodeId> roots, std::span<const RunId> kept);
     // Frees the last `count` blocks of a run that has no children.
     void trim(RunId id, std::uint32_t count);
 

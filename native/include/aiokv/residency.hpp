@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -221,8 +222,13 @@ class Residency {
     void note_lost_child(NodeId parent);
     void drop_subtree(NodeId top);
     void detach(NodeId node);
-    bool is_unused() const;
-    void drop_all();
+    struct Leased {
+        std::vector<RunId> runs;          // on the paths of leases
+        std::vector<BlockId> device_ids;  // of these runs, and those that only a lease has
+        std::uint32_t blocks = 0;         // in these runs
+    };
+    std::optional<Leased> find_leased() const;
+    void drop_all_but(const Leased& leased);
     bool drop_unused(RunId id);
     void free_if_unowned(NodeId node);
     // Adds the uncounted blocks to the counts of one cause. Each public method that evicts or drops

@@ -107,10 +107,10 @@ std::vector<bool> Index::contexts_of(std::string_view salt) const {
     return found;
 }
 
-void Index::clear() {
+void Index::clear_all_but(std::span<const RunId> kept) {
     std::vector<NodeId> roots;
     for_some_roots(contexts_.size(), [&](NodeId root) { roots.push_back(root); });
-    tree_.clear(roots);
+    tree_.clear(roots, kept);
 }
 
 // -- items -----------------------------------------------------------------------------------

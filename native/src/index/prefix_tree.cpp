@@ -432,18 +432,31 @@ void PrefixTree::free_run(RunId id) {
     close_run(id);
 }
 
-void PrefixTree::clear(std::span<const NodeId> roots) {
+void PrefixTree::clear(std::span<const NodeId> roots, std::span<const RunId> kept) {
     item_keys_.detach_all();
-    const std::vector<BlockId> slots(roots.begin(), roots.end());
+    std::vector<Run> runs;
+    for (const NodeId root : roots) {
+        Run bare{.first = root, .length = 1};
+        bare.share = run(root).share;
+        runs.push_back(bare);
+    }
+    for (const RunId id : kept) runs.push_back(runs_[id]);
+    std::vector<BlockId> slots;
+    for (const Run& run : runs) {
+        for (NodeId node = run.first; node <= run.last(); ++node) {
+            slots.push_back(static_cast<BlockId>(node));
+        }
+    }
     free_slots_.free_all_but(slots);
-    live_ = static_cast<std::uint32_t>(roots.size());
-    std::vector<std::uint32_t> shares;
-    for (const NodeId root : roots) shares.push_back(run(root).share);
+    live_ = static_cast<std::uint32_t>(slots.size());
     runs_.clear();
     free_run_ = kNoRun;
-    for (std::size_t i = 0; i < roots.size(); ++i) {
-        run_of_[roots[i]] = open_run(roots[i], 1, kNone);
-        run(roots[i]).share = shares[i];
+    for (const Run& run : runs) {
+        const RunId id = open_run(run.first, run.length, kNone);
+        runs_[id].refs = run.refs;
+        runs_[id].share = run.share;
+        runs_[id].set(run.flags & kOnDevice);
+        label(id);
     }
     free_forks_.resize(end_fork_);  // new_fork() clears them
     std::iota(free_forks_.rbegin(), free_forks_.rend(), 0);

@@ -74,27 +74,65 @@ void Residency::forget_host() {
     index_.change();
 }
 
-// Returns true if all blocks are queued or deferred, nothing needs one of them, and no other part
-// has device or host ids. The groups besides attention know blocks by node, so there must be none.
-bool Residency::is_unused() const {
+// Returns the blocks that leases use, if nothing else needs a block: all other blocks are queued or
+// deferred, and no other part has device or host ids. The groups besides attention know blocks by
+// node, so there must be none.
+std::optional<Residency::Leased> Residency::find_leased() const {
     const std::uint32_t queued = evictable_.evictable_device() + evictable_.idle_host();
     const std::uint32_t on_host = evictable_.idle_host() + host_copies_.size();
-    return held_nodes_ == 0 && queued + index_.num_contexts() == tree_.live_nodes() &&
-           device_.free_blocks() + device_nodes_ == device_.capacity() &&
-           host_.free_blocks() + on_host == host_.capacity() && device_.unfinished_step() == 0 &&
-           !auxiliary_.exist();
+    if (held_nodes_ > 0 || device_.unfinished_step() > 0 || auxiliary_.exist() ||
+        host_.free_blocks() + on_host != host_.capacity()) {
+        return {};
+    }
+    Leased leased;
+    index_.for_each_holder([&](const Lease& lease) {
+        for (std::span path(lease.path); !path.empty();) {
+            leased.runs.push_back(tree_.run_of(path.front()));
+            path = path.subspan(tree_.runs()[leased.runs.back()].length);
+        }
+        for (std::size_t i = 0; i < lease.table.size(); ++i) {
+            if (index_.is_private(lease, i)) leased.device_ids.push_back(lease.table[i]);
+        }
+    });
+    std::ranges::sort(leased.runs);
+    leased.runs.erase(std::ranges::unique(leased.runs).begin(), leased.runs.end());
+    for (const RunId id : leased.runs) {
+        const Run& run = tree_.runs()[id];
+        for (NodeId node = run.first; node <= run.last(); ++node) {
+            const Node& n = tree_[node];
+            if (n.pins > 0 || !n.has(kDeviceValid)) return {};
+            leased.device_ids.push_back(n.device);
+        }
+        leased.blocks += run.length;
+    }
+    if (queued + index_.num_contexts() + leased.blocks != tree_.live_nodes() ||
+        device_.free_blocks() + evictable_.evictable_device() + leased.device_ids.size() !=
+            device_.capacity()) {
+        return {};
+    }
+    return leased;
 }
 
-// Does the same as detach() for all blocks, at a cost that does not depend on their number.
-// Requires is_unused().
-void Residency::drop_all() {
+// Does the same as detach() for all blocks, at a cost that depends only on the number of those that
+// leases use.
+void Residency::drop_all_but(const Leased& leased) {
     uncounted_.dropped += evictable_.evictable_device() + evictable_.idle_host();
+    for (const RunId id : leased.runs) {
+        const Run& run = tree_.runs()[id];
+        for (NodeId node = run.first; node <= run.last(); ++node) {
+            Node& n = tree_[node];
+            uncounted_.dropped += !n.has(kDetached);
+            n.set(kDetached);
+            n.clear(kHostValid | kBackupQueued | kUnsavedParked | kHasItems);
+            n.host = kNoBlock;
+        }
+    }
     evictable_.clear();
     host_copies_.clear();
-    device_.free_all();
+    device_.free_all_but(leased.device_ids);
     host_.free_all();
-    device_nodes_ = 0;
-    index_.clear();
+    device_nodes_ = leased.blocks;
+    index_.clear_all_but(leased.runs);
     count_as(EvictionCause::kReset);
 }
 
@@ -138,7 +176,7 @@ bool Residency::drop_unused(RunId id) {
 
 void Residency::detach_all() {
     events_.clear();
-    if (is_unused()) return drop_all();
+    if (const auto leased = find_leased()) return drop_all_but(*leased);
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
         if (tree_[node].has(kRoot)) {
