@@ -1,6 +1,7 @@
 // SHA-256 in both implementations, digests, the checksum, and trailers.
 #include "aiokv/digest.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
