@@ -220,13 +220,10 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._half_of_scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Save the blocks that a step has computed, and name the loads that have ended since."""
+        """Save the blocks that a step has computed."""
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self._half_of_scheduler.step_ended(outcome.step, connector_output.invalid_block_ids)
-            connector_output.finished_recving = self._half_of_scheduler.ended_loads(
-                connector_output.finished_recving
-            )
 
     def request_finished(
         self, request: Request, block_ids: list[int]

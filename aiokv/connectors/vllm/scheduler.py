@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from aiokv.base.logs import Log
 from aiokv.connectors.prefills import PrefillClock
 from aiokv.connectors.vllm import compat
-from aiokv.connectors.vllm.arrivals import Arrivals
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.groups import NO_BLOCK
 from aiokv.connectors.vllm.messages import Load, StepMetadata
@@ -118,7 +117,6 @@ class SchedulerHalf:
         self._posted: _Commits | None = None  # the last commits, whose answers were not read yet
         self._last_scheduled: Mapping[str, int] = {}  # tokens of the last step, by request
         self._freed = FreedBlocks()
-        self._arrivals = Arrivals()
         self._prefills = PrefillClock()
 
     # --- schedule() -------------------------------------------------------------------------------
@@ -130,8 +128,6 @@ class SchedulerHalf:
             The number, or None if vLLM is to call again later; and True if the request waits for
             the load while other requests compute, False if its first step waits layer by layer.
         """
-        if self._arrivals.is_unreported(request.request_id):
-            return None, False  # preempted; the workers have yet to report its last load
         if self._has_no_room:
             if (waiting := self._waiting.get(request.request_id)) is not None:
                 waiting.asked_after = self._step
@@ -397,8 +393,6 @@ class SchedulerHalf:
                 cached.assigned = onload.end // self._block_tokens
                 self._cache.note_load(layers)
                 self._link.add(layers, self._num_loading(cached))
-                if cached.onload is not None and not cached.onload.in_step:
-                    cached.onload.layers = layers
             ids = () if layers is None else layers.transfer_ids
             self._loads.append(
                 Load(cached.request_id, ids, targets, onload.in_step, failed=layers is None)
@@ -539,14 +533,6 @@ class SchedulerHalf:
         if ended or self._finishing or self._cache.closes_steps_on_ranks:
             self._commit(ended.values(), event, prefill)
         self._freed.note_ended(step)
-
-    def ended_loads(self, reported: set[str] | None) -> set[str] | None:
-        """Return the requests that may compute with their loads in the next step.
-
-        Args:
-            reported: those whose loads had ended when the workers began the step.
-        """
-        return self._arrivals.add_to(reported, self._loading)
 
     def _commit(
         self,
