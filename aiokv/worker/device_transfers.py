@@ -209,11 +209,14 @@ class DeviceTransfers(Executor[_Work]):
             entry.counter.refuse(failure)
             self._drop(lane, entry, failure)
             return
-        entry.counter.attach(copy)
+        entry.counter.attach(copy, is_verified=self._verifies(entry.plan))
         if events:
             self._watch(lane, entry, events)
         else:
             self._drop(lane, entry, None)
+
+    def _verifies(self, plan: TransferPlan) -> bool:
+        return self._checksums is not None and plan.route == ONLOAD
 
     def _copy(self, entry: _Entry) -> Copy:
         plan, after = entry.plan, entry.work.after
@@ -263,7 +266,7 @@ class DeviceTransfers(Executor[_Work]):
         finished_seconds: float | None = getattr(event, "finished_seconds", None)
         counter, plan = entry.counter, entry.plan
         arrived = dict.fromkeys(layers, finished_seconds)
-        if self._checksums is not None and plan.route == ONLOAD:
+        if self._checksums is not None and self._verifies(plan):
             unproven = entry.work.unproven
             unproven |= arrived
             if len(unproven) < counter.num_layers:

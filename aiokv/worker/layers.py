@@ -77,6 +77,7 @@ class LayerDoneCounter:
         self._ended_seconds: float | None = None
         self._failure: CopyError | None = None
         self._copy: Copy | None = None
+        self._is_verified = False  # the loop compares the bytes when all layers have arrived
         self._threads = ThreadWaits()  # threads that wait for the copy, a layer or the end
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._callbacks: list[Callable[[int], None]] = []
@@ -85,9 +86,9 @@ class LayerDoneCounter:
 
     @property
     def is_done(self) -> bool:
-        """True if no byte moves any more, after success or failure. Any thread."""
-        if self._ended:
-            return True
+        """True if no byte moves any more, and ``failure`` is final. Any thread."""
+        if self._ended or self._is_verified:
+            return self._ended
         copy = self._copy
         events = () if copy is None else copy.layer_events
         return len(events) > 0 and all(event.done for event in events)
@@ -393,8 +394,14 @@ class LayerDoneCounter:
         if self.started_seconds is None:
             self.started_seconds = time.monotonic() if seconds is None else seconds
 
-    def attach(self, copy: Copy) -> None:
-        """Note that the device has accepted the copy."""
+    def attach(self, copy: Copy, *, is_verified: bool = False) -> None:
+        """Note that the device has accepted the copy.
+
+        Args:
+            copy: the copy.
+            is_verified: True if its bytes are verified before the transfer ends, and may fail then.
+        """
+        self._is_verified = is_verified
         self._copy = copy
         self._threads.wake()
 

@@ -97,6 +97,23 @@ async def test_device_block_changed_after_commit_is_detected():
         lease.release()
 
 
+async def test_load_is_done_only_after_its_bytes_were_verified():
+    """A worker's thread asks without the loop, and computes with blocks of a load that is done."""
+    async with verified() as served:
+        await served.to_host(A)
+        lease, copy = await onloading(served)
+        corrupt(served, copy.host_ids[0])
+        copy.complete_all()
+        assert all(event.done for event in copy.layer_events)
+        assert not lease.layers.is_done  # no pass of the loop has seen the events
+        await served.settle()
+        assert lease.layers.is_done
+        with pytest.raises(TransferError, match="checksum"):
+            lease.layers.raise_for_error()
+        assert lease.recompute_from() == 0
+        lease.release()
+
+
 async def test_blocks_before_a_failed_copy_are_verified():
     async with verified() as served:
         await served.to_host(A)
