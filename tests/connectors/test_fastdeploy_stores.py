@@ -41,7 +41,7 @@ def serve(store: ScriptedStore, kind: str = "v1", **options) -> list[Request]:
     ) as server:
         server.scheduler.add(*requests)
         server.scheduler.run()
-        store.end_script()
+        server.manager.engine.call(store.end_script)
         server.drain()
     return requests
 
@@ -77,7 +77,7 @@ def test_request_does_not_wait_for_blocks_that_the_model_computes_sooner():
     with opened(24, 24, options) as manager:
         request = Request("r0", prompt(0, 3, more=1), 2)
         assert manager.prefetch_storage(request).result(PATIENCE_SECONDS).total == 0
-        store.end_script()
+        manager.engine.call(store.end_script)
 
 
 def test_failing_store_delays_no_request():
