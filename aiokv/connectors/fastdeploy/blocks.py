@@ -556,10 +556,10 @@ class RequestBlocks:
         """Note that a batch has been scheduled, in one crossing or none.
 
         Looks at the requests in prefill each time, and at all of them every few batches: commits
-        what earlier batches compute (a match does so before), takes blocks ahead for requests that
-        need some soon, asks for the room of the next step, and closes the step. Without a host
-        tier, no transfer waits for the end of a step, so that it may end later. The first match of a
-        ``schedule()`` has looked at the requests that decode, in its own crossing.
+        what earlier batches compute, takes blocks ahead for requests that need some soon, asks for
+        the room of the next step, and closes the step. The first match of a ``schedule()`` does the
+        first two in its own crossing. Without a host tier, no transfer waits for the end of a step,
+        so that it may end later.
 
         Returns:
             Number of the step that the workers close before they compute the batch.
