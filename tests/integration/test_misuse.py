@@ -344,9 +344,9 @@ async def test_reading_calls_work_on_an_engine_of_ranks_before_entry(tmp_path):
 ANY_THREAD = {
     "CacheEngine": {
         "batch", "statistics", "cache_statistics", "asleep", "open_step", "regions", "loop",
-        "inspect",
+        "inspect", "free_device_blocks",
     },
-    "Inspection": {"device_blocks_by_salt"},
+    "Inspection": {"device_blocks_by_salt", "retained_blocks_by_salt"},
     "Lease": {"block_table", "window_table", "id", "owner", "salt", "layers"},
 }  # fmt: skip
 ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
@@ -364,6 +364,10 @@ ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "resize": lambda e, lease: (8,),
     "prefetch": lambda e, lease: (TOKENS,),
     "pin": lambda e, lease: (TOKENS,),
+    "retain": lambda e, lease: (TOKENS,),  # and KEYWORDS
+    "demote": lambda e, lease: (TOKENS,),
+    "forget": lambda e, lease: (TOKENS,),
+    "purge": lambda e, lease: ("s",),
     "allocate": lambda e, lease: (12,),
     "try_allocate": lambda e, lease: (12,),
     "can_allocate": lambda e, lease: (12,),
@@ -380,6 +384,7 @@ ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "timeline": lambda e, lease: (0.1,),
     "record_trace": lambda e, lease: (os.devnull,),
 }
+KEYWORDS: dict[str, dict[str, Any]] = {"retain": {"seconds": 1.0}}
 
 
 def public_members(cls: type) -> list[str]:
@@ -396,7 +401,7 @@ def use(owner: object, name: str, arguments: tuple[Any, ...]) -> object:
     value = getattr(owner, name)
     if not inspect.ismethod(value):
         return value
-    result = value(*arguments)
+    result = value(*arguments, **KEYWORDS.get(name, {}))
     if hasattr(result, "__aenter__") and not isinstance(result, Lease):
         result = result.__aenter__()
     if inspect.iscoroutine(result):
