@@ -181,6 +181,7 @@ def test_every_transition_returns_effects_and_is_recorded() -> None:
         "peers.note_ends",
         "pins.check",
         "pins.end_all",
+        "pins.end_lost",
         "pins.end_used",
         "store_saver.want",
         "violations",
