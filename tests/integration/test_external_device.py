@@ -73,7 +73,7 @@ async def test_onloads_with_lower_priority_numbers_are_copied_first():
         for i, (lease, priority) in enumerate(zip(leases, (0, 0, 5, 1), strict=True)):
             lease.assign([2 * i, 2 * i + 1], priority=priority)
         for targets in ([[0], [2]], [[6], [4]]):  # the device has two copies at once
-            await spin()
+            await run_until_idle(lambda: len(cache.device.onloads) == 2)
             assert [copy.device_ids.tolist() for copy in cache.device.onloads] == targets
             for copy in list(cache.device.onloads):
                 copy.complete_all()
