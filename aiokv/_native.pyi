@@ -1202,7 +1202,7 @@ class Turn:
         """
 
     def want(self) -> None:
-        """Let nobody borrow the turn before the loop has had it."""
+        """Let no thread borrow the turn before the loop has had it."""
 
     @property
     def offered(self) -> bool:

@@ -17,7 +17,7 @@ class Turn {
         was_borrowed_ = false;
     }
 
-    // Loop's thread: let nobody else borrow the turn. Returns true if a borrower has it now.
+    // Loop's thread: let no other thread borrow the turn. Returns true if a borrower has it now.
     bool demand() {
         const std::lock_guard lock(mutex_);
         wanted_ = true;
@@ -37,7 +37,7 @@ class Turn {
         return was_borrowed_;
     }
 
-    // Any thread: let nobody borrow the turn before the loop has had it.
+    // Any thread: let no thread borrow the turn before the loop has had it.
     void want() {
         const std::lock_guard lock(mutex_);
         wanted_ = true;
@@ -77,7 +77,7 @@ class Turn {
     bool offered_ = false;
     bool wanted_ = false;
     bool was_borrowed_ = false;
-    std::thread::id borrower_;  // the default value: nobody
+    std::thread::id borrower_;  // the default value: no thread
 };
 
 }  // namespace aiokv

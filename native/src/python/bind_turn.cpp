@@ -27,7 +27,7 @@ void bind_turn(nb::module_& m) {
             },
             "Loop's thread: wait for a borrower, and end the offer. Return True if others have had "
             "the turn.")
-        .def("want", &Turn::want, "Let nobody borrow the turn before the loop has had it.")
+        .def("want", &Turn::want, "Let no thread borrow the turn before the loop has had it.")
         .def_prop_ro("offered", &Turn::offered, "True while the loop waits for events.")
         .def("__enter__", &Turn::try_borrow)
         .def(
