@@ -84,14 +84,16 @@ const Prompt kPrompt{1, 2, 3, 4, 5, 6, 7, 8, 9};  // four full blocks that can b
 }  // namespace
 
 TEST(digests_are_those_of_the_documented_encoding) {
-    // hashlib.sha256(b"aiokv root 1\0" + struct.pack("<II", 2, 4) + b"salt")
+    // digest = bytearray(hashlib.sha256(b"aiokv root 2\0" + struct.pack("<II", 2, 4) +
+    // b"salt").digest()) digest[16:21] = hashlib.sha256(b"aiokv salt 1\0").digest()[:5]: this
+    // context names no salt
     const Digest root = root_digest(2, "salt");
     std::string text;
     for (const std::uint8_t byte : root) {
         constexpr const char* kDigits = "0123456789abcdef";
         text += {kDigits[byte >> 4], kDigits[byte & 15]};
     }
-    CHECK_EQ(text, std::string("edb07f6db00772540dac28abb24c331f5559c49671f5bcd99c4e716549ce8168"));
+    CHECK_EQ(text, std::string("54fdf8287d8dbae1ef04a41a8bf8cb7ad7f7ecc2fd0ad19c0c68d0578ffd2dd4"));
 }
 
 TEST(missing_blocks_have_the_digests_that_saves_have) {
