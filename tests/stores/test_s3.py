@@ -58,7 +58,8 @@ class S3Rig(ServerRig):
         return self.store_at(self._full_server.port)
 
     def replace(self, key: bytes, content: bytes) -> None:
-        self.server.put(f"models/kv/{key.hex()}", content)
+        # The folder is the label of the salt.
+        self.server.put(f"models/kv/{key[-5:].hex()}/{key.hex()}", content)
 
     async def restart(self) -> bool:
         self.kill()
