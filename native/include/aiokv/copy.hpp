@@ -62,7 +62,7 @@ void check_ids(const BlockMap& map, Direction direction, std::span<const std::in
 // Returns the pairs sorted by host id; pairs that are consecutive on both sides form one run. The
 // lists must have equal lengths.
 std::vector<CopyRun> merge_runs(std::span<const std::int32_t> host_ids,
-                            std::span<const std::int32_t> device_ids);
+                                std::span<const std::int32_t> device_ids);
 
 struct CopyError {
     std::size_t first_bad_block = 0;  // index into the job's id lists
