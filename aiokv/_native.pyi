@@ -1187,9 +1187,7 @@ class Repack:
         """
 
 class Turn:
-    """
-    Which thread may run the code of an event loop. `with turn as is_mine` borrows it if the loop waits for events, and does not wait.
-    """
+    """Which thread may run the code of an event loop."""
 
     def __init__(self) -> None: ...
 
@@ -1201,13 +1199,11 @@ class Turn:
         Loop's thread: wait for a borrower, and end the offer. Return True if others have had the turn.
         """
 
-    def want(self) -> None:
-        """Let no thread borrow the turn before the loop has had it."""
-
     @property
     def offered(self) -> bool:
         """True while the loop waits for events."""
 
-    def __enter__(self) -> bool: ...
-
-    def __exit__(self, exc_type: object | None, exc: object | None, traceback: object | None) -> None: ...
+    def call(self, function: object, *args: object) -> bool:
+        """
+        Call a function with the turn and return its value, if the loop waits for events and no other thread has the turn; return False otherwise. Does not wait.
+        """

@@ -41,31 +41,27 @@ class SharedLoop(asyncio.SelectorEventLoop):
         Raises:
             BaseException: the error of the function.
         """
-        if _get_running_loop() is not None:
+        return _get_running_loop() is None and self._turn.call(self._call, function, args)
+
+    def _call(self, function: Callable[..., bool], args: tuple[Any, ...]) -> bool:
+        """Call a function with the turn, unless callbacks that were scheduled before wait."""
+        if self._ready:  # type: ignore[attr-defined]
             return False
-        with self._turn as is_mine:
-            if not is_mine:
-                return False
-            try:
-                _set_running_loop(self)
-                return function(*args)
-            finally:
-                _set_running_loop(None)
+        try:
+            _set_running_loop(self)
+            return function(*args)
+        finally:
+            _set_running_loop(None)
 
     # --- what wakes the loop, when a thread with its turn calls it --------------------------------
 
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
+        # Wake the loop before the callback is scheduled: no interrupt can come between both.
         if self._turn.offered:
-            self._wake()
+            self._write_to_self()  # type: ignore[attr-defined]
         return super().call_soon(callback, *args, context=context)
-
-    def call_soon_threadsafe(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        self._turn.want()  # later calls come behind this one
-        return super().call_soon_threadsafe(callback, *args, context=context)
 
     def call_at(
         self,
@@ -75,13 +71,8 @@ class SharedLoop(asyncio.SelectorEventLoop):
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
         if self._turn.offered and when < self._events.until:
-            self._wake()
+            self._write_to_self()  # type: ignore[attr-defined]
         return super().call_at(when, callback, *args, context=context)
-
-    def _wake(self) -> None:
-        # Before the callback is scheduled, so that no interrupt can come between both.
-        self._turn.want()
-        self._write_to_self()  # type: ignore[attr-defined]
 
     def _check_thread(self) -> None:
         """Check the calling thread, in debug mode: the one with the turn is right, too."""

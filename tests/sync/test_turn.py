@@ -179,6 +179,35 @@ def test_a_cancelled_future_has_its_effect_before_the_next_call(shared):
     last.release()
 
 
+def test_a_call_comes_behind_what_its_thread_has_scheduled_before(config):
+    """Even if the loop makes a pass while ``call_soon_threadsafe`` is about to schedule it."""
+
+    class InterruptedLoop(SharedLoop):
+        caller = 0  # thread that is interrupted, and whose next wake-up comes late
+
+        def _check_closed(self) -> None:
+            super()._check_closed()
+            if get_ident() == self.caller:
+                super()._write_to_self()
+                while not self.call_here(lambda: True):
+                    pass
+
+        def _write_to_self(self) -> None:
+            if get_ident() != self.caller:
+                super()._write_to_self()
+            self.caller = 0
+
+    with SyncEngine(config, loop_factory=InterruptedLoop) as engine:
+        rest(engine)
+        loop, made = engine.cache.loop, []
+        loop.caller = get_ident()
+        loop.call_soon_threadsafe(made.append, 1)
+        calls = engine.calls()
+        calls.add(made.append, 2)
+        calls.run()
+        assert made == [1, 2]
+
+
 def test_a_loop_that_wants_its_turn_gets_it_from_a_thread_that_always_calls(shared):
     """The wake-up of each pass is refused to the caller until the loop has run."""
     ran, ended = [], threading.Event()

@@ -4,7 +4,6 @@
 
 #include <condition_variable>
 #include <mutex>
-#include <thread>
 
 namespace aiokv {
 
@@ -21,13 +20,13 @@ class Turn {
     bool demand() {
         const std::lock_guard lock(mutex_);
         wanted_ = true;
-        return borrower_ != std::thread::id{};
+        return is_borrowed_;
     }
 
     // Loop's thread, after `demand`: wait for the borrower.
     void wait_for_borrower() {
         std::unique_lock lock(mutex_);
-        returned_.wait(lock, [this] { return borrower_ == std::thread::id{}; });
+        returned_.wait(lock, [this] { return !is_borrowed_; });
     }
 
     // Loop's thread: end the offer. Returns true if others have had the turn.
@@ -37,31 +36,21 @@ class Turn {
         return was_borrowed_;
     }
 
-    // Any thread: let no thread borrow the turn before the loop has had it.
-    void want() {
-        const std::lock_guard lock(mutex_);
-        wanted_ = true;
-    }
-
     // Any thread but the loop's: take the turn if it is free; never waits.
     bool try_borrow() {
         const std::lock_guard lock(mutex_);
-        if (!offered_ || wanted_ || borrower_ != std::thread::id{}) {
+        if (!offered_ || wanted_ || is_borrowed_) {
             return false;
         }
-        borrower_ = std::this_thread::get_id();
-        was_borrowed_ = true;
+        is_borrowed_ = was_borrowed_ = true;
         return true;
     }
 
-    // Give the turn back if this thread has borrowed it.
+    // After try_borrow() was true, in the same thread.
     void give_back() {
         {
             const std::lock_guard lock(mutex_);
-            if (borrower_ != std::this_thread::get_id()) {
-                return;
-            }
-            borrower_ = {};
+            is_borrowed_ = false;
         }
         returned_.notify_one();
     }
@@ -76,8 +65,8 @@ class Turn {
     std::condition_variable returned_;
     bool offered_ = false;
     bool wanted_ = false;
+    bool is_borrowed_ = false;
     bool was_borrowed_ = false;
-    std::thread::id borrower_;  // the default value: no thread
 };
 
 }  // namespace aiokv

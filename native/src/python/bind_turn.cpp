@@ -9,11 +9,7 @@ using namespace nb::literals;
 namespace aiokv {
 
 void bind_turn(nb::module_& m) {
-    // A context manager of native code, because no interrupt can come between its `__enter__` and
-    // the block, nor before its `__exit__`.
-    nb::class_<Turn>(m, "Turn",
-                     "Which thread may run the code of an event loop. `with turn as is_mine` "
-                     "borrows it if the loop waits for events, and does not wait.")
+    nb::class_<Turn>(m, "Turn", "Which thread may run the code of an event loop.")
         .def(nb::init<>())
         .def("offer", &Turn::offer, "Loop's thread: let others borrow the turn until `reclaim`.")
         .def(
@@ -27,15 +23,22 @@ void bind_turn(nb::module_& m) {
             },
             "Loop's thread: wait for a borrower, and end the offer. Return True if others have had "
             "the turn.")
-        .def("want", &Turn::want, "Let no thread borrow the turn before the loop has had it.")
         .def_prop_ro("offered", &Turn::offered, "True while the loop waits for events.")
-        .def("__enter__", &Turn::try_borrow)
         .def(
-            "__exit__",
-            [](Turn& turn, const nb::object&, const nb::object&, const nb::object&) {
-                turn.give_back();
+            "call",
+            [](Turn& turn, const nb::object& function, const nb::args& args) -> nb::object {
+                if (!turn.try_borrow()) return nb::bool_(false);
+                // Native code, because no interrupt can come between the loan and its end.
+                struct Loan {
+                    Turn& turn;
+                    ~Loan() { turn.give_back(); }
+                } const loan{turn};
+                return function(*args);
             },
-            "exc_type"_a.none(), "exc"_a.none(), "traceback"_a.none());
+            "function"_a, "args"_a,
+            nb::sig("def call(self, function: object, *args: object) -> bool"),
+            "Call a function with the turn and return its value, if the loop waits for events and "
+            "no other thread has the turn; return False otherwise. Does not wait.");
 }
 
 }  // namespace aiokv
