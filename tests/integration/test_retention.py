@@ -89,21 +89,22 @@ async def test_retained_blocks_refuse_no_request():
         assert engine.would_hit(document(1, 32), salt="a").total == 0
 
 
-async def test_a_salt_uses_up_its_own_share_before_those_of_others():
-    async with engine_of(8, salt_shares={"a": 0.5, "b": 0.5}) as engine:
-        for salt in ("a", "b"):
+@pytest.mark.parametrize("a", ["a", "größe", "価格"])
+async def test_a_salt_uses_up_its_own_share_before_those_of_others(a):
+    async with engine_of(8, salt_shares={a: 0.5, "b": 0.5}) as engine:
+        for salt in (a, "b"):
             await serve(engine, document(1, 17), salt)
-        for number, salt in ((2, "b"), (3, "a"), (4, "b"), (5, "b")):
-            other = "a" if salt == "b" else "b"
+        for number, salt in ((2, "b"), (3, a), (4, "b"), (5, "b")):
+            other = a if salt == "b" else "b"
             before = engine.would_hit(document(number - 1, 17), salt=other).total
             await serve(engine, document(number, 16), salt)
             assert engine.would_hit(document(number - 1, 17), salt=other).total == before
-    async with engine_of(8, salt_shares={"a": 0.5}) as engine:
+    async with engine_of(8, salt_shares={a: 0.5}) as engine:
         await serve(engine, document(1, 32), "b")  # uses the share of a, which a does not need
         assert engine.would_hit(document(1, 33), salt="b").total == 32
-        await serve(engine, document(2, 16), "a")
+        await serve(engine, document(2, 16), a)
         await serve(engine, document(3, 16), "b")
-        assert engine.would_hit(document(2, 17), salt="a").total == 16
+        assert engine.would_hit(document(2, 17), salt=a).total == 16
 
 
 async def test_only_blocks_that_nothing_else_shares_are_forgotten_or_demoted():

@@ -1,7 +1,6 @@
 #include "aiokv/index.hpp"
 
 #include <algorithm>
-#include <charconv>
 #include <utility>
 
 #include "aiokv/digest.hpp"
@@ -44,13 +43,8 @@ std::uint32_t Index::enter_context(std::string_view key) {
     return context;
 }
 
-// Returns the share of the salt with which a context begins, as a decimal length, ":" and its text.
 std::uint32_t Index::share_of(std::string_view key) const {
-    std::size_t length = 0;
-    const std::size_t colon = key.find(':');
-    if (colon != key.npos) std::from_chars(key.data(), key.data() + colon, length);
-    const auto salt = colon == key.npos ? key : key.substr(colon + 1, length);
-    const auto found = std::ranges::find(config_.share_salts, salt);
+    const auto found = std::ranges::find(config_.share_salts, salt_of(key));
     const auto end = config_.share_salts.end();
     return found == end ? 0 : static_cast<std::uint32_t>(found - config_.share_salts.begin()) + 1;
 }
