@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from aiokv import cli
+from aiokv._native import SlotTable
 from aiokv.stores.base import KEY_BYTES, Result
 from aiokv.stores.disk import store as disk_module
 from aiokv.stores.labels import KINDS, MAX_LABELS, label, usage
@@ -131,6 +132,21 @@ def test_smaller_labels_are_summed_up():
     blocks = usage({"salt": counts}, sum(counts.values()) + 7)
     assert len(blocks) == MAX_LABELS + 1
     assert blocks["salt:other"] == sum(100 - i for i in range(MAX_LABELS, MAX_LABELS + 5)) + 7
+
+
+def test_number_of_counted_labels_is_limited_and_large_ones_stay():
+    """A count costs time and memory per label, and a store may have more salts than blocks fit."""
+    table = SlotTable(30_000)
+    table.grow(30_000)
+    keys = [KEY_BYTES * b"a"] * 100 + [number.to_bytes(KEY_BYTES) for number in range(20_000)]
+    distinct = b"".join(number.to_bytes(4) + key[4:] for number, key in enumerate(keys))
+    table.commit(distinct, table.reserve(len(keys)), 0)
+    counts = table.label_counts(1 << 20)["salt"]
+    assert counts[b"a" * 5] == 100
+    assert len(counts) <= 4_096
+    assert sum(usage(table.label_counts(MAX_LABELS), table.stored).values()) == 3 * table.stored
+    table.remove(distinct)
+    assert table.label_counts(1) == {"model": {}, "version": {}, "salt": {}}
 
 
 def purge_and_die(path: str, removals: int) -> None:

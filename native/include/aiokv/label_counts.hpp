@@ -23,13 +23,23 @@ class LabelCounts {
     static constexpr std::array<Place, 3> kPlaces = {Place{"model", 21, 3}, Place{"version", 24, 3},
                                                      Place{"salt", 27, kSaltLabelBytes}};
 
+    // Labels of a kind that are counted. With more, the smaller half is forgotten, so the counts of
+    // small labels may then be too low.
+    static constexpr std::size_t kMaxLabels = 4096;
+
     void add(const Digest& key) {
-        for (std::size_t i = 0; i < kPlaces.size(); ++i) ++counts_[i][label(key, kPlaces[i])];
+        for (std::size_t i = 0; i < kPlaces.size(); ++i) {
+            Counts& counts = counts_[i];
+            ++counts[label(key, kPlaces[i])];
+            if (counts.size() <= kMaxLabels) continue;
+            const auto kept = largest(i, kMaxLabels / 2);
+            counts = Counts(kept.begin(), kept.end());
+        }
     }
     void remove(const Digest& key) {
         for (std::size_t i = 0; i < kPlaces.size(); ++i) {
             const auto found = counts_[i].find(label(key, kPlaces[i]));
-            if (--found->second == 0) counts_[i].erase(found);
+            if (found != counts_[i].end() && --found->second == 0) counts_[i].erase(found);
         }
     }
     // Returns the labels of a kind with the most keys, at most `count`, in no order.
@@ -48,13 +58,15 @@ class LabelCounts {
     }
 
   private:
+    using Counts = std::unordered_map<std::uint64_t, std::uint64_t>;
+
     static std::uint64_t label(const Digest& key, const Place& place) {
         std::uint64_t number = 0;
         for (std::size_t i = 0; i < place.bytes; ++i) number = number << 8 | key[place.at + i];
         return number;
     }
 
-    std::array<std::unordered_map<std::uint64_t, std::uint64_t>, 3> counts_;
+    std::array<Counts, kPlaces.size()> counts_;
 };
 
 }  // namespace aiokv
