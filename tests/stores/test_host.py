@@ -25,6 +25,8 @@ from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.host.link import attach, inspect
 from aiokv.stores.host.messages import Load, Publish, Save
 from aiokv.stores.host.pools import SlotPools
+from aiokv.stores.labels import label
+from aiokv.stores.purging import purge_store
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import (
     DONE,
@@ -388,6 +390,56 @@ async def test_sigterm_saves_what_waits_and_removes_the_socket(
         assert not server.path.exists()
         server.start()
         await eventually(lambda: finds(store, keys))
+
+
+@pytest.mark.asyncio
+async def test_purge_removes_blocks_on_the_disk_of_sizes_that_no_engine_has_attached(
+    server_with_disk: HostServer,
+) -> None:
+    server, salt = server_with_disk, label("salt", "a")
+    sizes = [Blocks(payload_bytes=size) for size in (9_984, 5_000)]
+    keys = keys_of([1])[: -len(salt)] + salt
+
+    async def fill() -> None:
+        for blocks in sizes:
+            async with opened(HostMedium(server), blocks) as store:
+                blocks.write(0, keys)
+                assert (await store.save(keys, ids(0))).tolist() == [DONE]
+        server.terminate()  # saves what waits
+
+    async def is_found() -> list[bool]:
+        found = []
+        for blocks in sizes:
+            async with opened(HostMedium(server), blocks) as store:
+                found.append(bool((await store.lookup(keys)).all()))
+        return found
+
+    await fill()
+    server.start()
+    async with opened(HostMedium(server), sizes[1]) as store:
+        assert await store.purge(salt) == 2
+    assert await is_found() == [False, False]
+
+    await fill()  # once more, and now purge the folder
+    folder = server.path.parent / "disk"
+    assert (await purge_store(str(folder), "a")).removed_blocks == 2
+    server.start()
+    assert await is_found() == [False, False]
+
+
+@pytest.mark.asyncio
+async def test_purge_works_beside_a_size_that_the_disk_refuses(folder: Path) -> None:
+    below = f"disk:{folder / 'disk'}?bytes=1MiB&min_free_bytes=0"
+    server = HostServer(folder, below=below)
+    server.start()
+    try:
+        async with opened(HostMedium(server), Blocks(2, payload_bytes=2 << 20)) as store:
+            with pytest.raises(StoreError, match="bytes is 1048576"):
+                await store.lookup(keys_of([1]))
+        async with opened(HostMedium(server), Blocks()) as store:
+            assert await store.purge(b"salt!") == 0
+    finally:
+        server.kill()
 
 
 async def finds(store: Store, keys: bytes) -> bool:

@@ -88,8 +88,8 @@ class DiskFiles(StoreDirectory):
     @staticmethod
     def parts_of(folder: Path) -> list[Path]:
         """Return the directories with blocks of the disk store of a folder; empty without one."""
-        names = (LOCK, JOURNAL, segment_name(0))
-        if not any((folder / name).is_file() for name in names):
+        names = (LOCK, JOURNAL, segment_name(0), f"*/{LOCK}")  # the last one: only of groups
+        if not any(any(folder.glob(name)) for name in names):
             return []
         paths = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
         return [
@@ -186,14 +186,6 @@ class DiskFiles(StoreDirectory):
             yield
         finally:
             lock.release()
-
-    def is_locked(self) -> bool:
-        """Return True if a process uses the directory."""
-        try:
-            DirectoryLock(self.lock_path).release()
-        except ConfigError:
-            return True
-        return False
 
     def _user(self) -> int | None:
         """Return the id of the process that has locked the store, without touching the lock."""

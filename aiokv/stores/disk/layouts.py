@@ -8,12 +8,13 @@ earlier model is back.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
 from aiokv.base.logs import Log
-from aiokv.errors import LayoutError
+from aiokv.errors import LayoutError, UsageError
 from aiokv.stores.disk.layout import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -54,29 +55,8 @@ class OtherLayouts:
         self.num_bytes = self._measured_bytes()
 
     def purge(self, used: Path, label: bytes) -> int:
-        """Remove the blocks of a label from all layouts and groups of the store but those that are
-        open; return their number.
-
-        Args:
-            used: directory of the layout in use.
-            label: end of the keys of these blocks.
-
-        Raises:
-            OSError: a file cannot be read or written; a second call removes the rest.
-        """
-        from aiokv.stores.disk.inspection import DiskFiles
-
-        removed = 0
-        for path in DiskFiles.parts_of(self._folder):
-            files = DiskFiles(path)
-            # The lock of this folder is held, and those of the groups that have stores.
-            is_open = path == used or (files.lock_path != self._folder and files.is_locked())
-            if is_open or (reading := files.read()).obstacle:
-                continue
-            kept = ~ends_with(reading.keys, label)
-            if not kept.all():
-                reading.keep_only(kept, ())
-                removed += int(np.count_nonzero(~kept))
+        """Remove the blocks of a label; see ``purge_closed``. ``used`` is the layout in use."""
+        removed = purge_closed(self._folder, label, used)
         self.num_bytes = self._measured_bytes()
         return removed
 
@@ -113,6 +93,38 @@ class OtherLayouts:
                 _log.info("disk.layout_shrunk", path=str(volume.path), removed_bytes=removed_bytes)
                 return True
         return False
+
+
+def purge_closed(folder: Path, label: bytes, used: Path | None = None) -> int:
+    """Remove the blocks of a label from the layouts and groups of a store that are not open; return
+    their number. Blocks.
+
+    Args:
+        folder: directory of the store.
+        label: end of the keys of these blocks.
+        used: directory of the layout in use, if the caller holds the lock of ``folder``.
+
+    Raises:
+        OSError: a file cannot be read or written; a second call removes the rest.
+    """
+    from aiokv.stores.disk.inspection import DiskFiles
+
+    removed = 0
+    for path in DiskFiles.parts_of(folder):
+        files = DiskFiles(path)
+        with ExitStack() as locks:
+            if used is None or files.lock_path != folder:
+                try:
+                    locks.enter_context(files.locked())
+                except UsageError:  # a store has opened it, and purges it itself
+                    continue
+            if path == used or (reading := files.read()).obstacle:
+                continue
+            kept = ~ends_with(reading.keys, label)
+            if not kept.all():
+                reading.keep_only(kept, ())
+                removed += int(np.count_nonzero(~kept))
+    return removed
 
 
 def find_layout(volume: Volume, memory: StoreMemory) -> tuple[Volume, OtherLayouts]:

@@ -13,6 +13,7 @@ from aiokv.base import checks
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import KEY_BYTES, Result, Store, medium_name
+from aiokv.stores.disk.layouts import purge_closed
 from aiokv.stores.disk.opened import OpenStore
 from aiokv.stores.disk.room import NO_ROOM
 from aiokv.stores.disk.transfers import SHORT, error_text
@@ -278,6 +279,15 @@ class DiskStore(Store):
         with opened.operation():
             await committer.settle()
             return removed + await opened.purge_others(label)
+
+    def purge_closed(self, label: bytes) -> int:
+        """Remove the blocks of a label from the layouts and groups of the directory that are not
+        open; return their number. Blocks; any thread. The store itself need not be open.
+
+        Raises:
+            OSError: a file cannot be read or written; a second call removes the rest.
+        """
+        return purge_closed(self._volume.path, label)
 
     async def probe(self) -> None:
         """Read one page of the segments; see :class:`Store`. A store without slots is not read.

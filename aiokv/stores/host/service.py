@@ -20,6 +20,7 @@ import msgspec
 from aiokv.base.logs import Log
 from aiokv.errors import AiokvError, ConfigError, StoreError
 from aiokv.layout.host_format import STORE_ALIGNMENT_BYTES, TRAILER_BYTES
+from aiokv.stores.disk.store import DiskStore
 from aiokv.stores.host.attachment import Attachment
 from aiokv.stores.host.below import Below
 from aiokv.stores.host.messages import (
@@ -76,11 +77,14 @@ class HostService:
         self._socket: OwnedSocket | None = None
         self._listener: Listener[Connection[FromService, FromEngine]] | None = None
         self._attachments: dict[Connection[FromService, FromEngine], Attachment | None] = {}
-        if below is not None and below.store.kind != "disk":
-            raise ConfigError(
-                f"below is a store of kind {below.store.kind!r}; it must be a disk store",
-                hint="write --below 'disk:/nvme/kv?bytes=400GiB'",
-            )
+        self._disk: DiskStore | None = None
+        if below is not None:
+            if not isinstance(below.store, DiskStore):
+                raise ConfigError(
+                    f"below is a store of kind {below.store.kind!r}; it must be a disk store",
+                    hint="write --below 'disk:/nvme/kv?bytes=400GiB'",
+                )
+            self._disk = below.store
 
     async def __aenter__(self) -> Self:
         """Listen.
@@ -189,9 +193,14 @@ class HostService:
         Returns:
             The number of objects in memory or below, whichever is larger.
         """
-        belows = [await asyncio.shield(opening) for opening in list(self._below.values())]
-        below = sum([await part.purge(label) for part in belows])
-        return max(below, sum(pool.purge(label) for pool in self._pools.pools.values()))
+        removed, disk = 0, self._disk
+        if disk is not None:  # sizes without an engine since the start of the service
+            removed = await self._threads.run(lambda _: disk.purge_closed(label))
+        for opening in list(self._below.values()):
+            await asyncio.wait({opening})
+            if not _failed(opening):  # otherwise its files are not open
+                removed += await opening.result().purge(label)
+        return max(removed, sum(pool.purge(label) for pool in self._pools.pools.values()))
 
     def _start(self, connection: Connection[FromService, FromEngine]) -> None:
         attachment = self._attachments[connection]
