@@ -1,7 +1,7 @@
 """Print ``aiokv/sync/verbs.pyi``, for ``make stubs``: the types of the verbs for threads.
 
 The methods of these classes are made when ``aiokv.sync`` is imported; editors and type checkers
-read the stub.
+read the stub. It has the first paragraph of each docstring, and the place of the rest.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from typing import Any
 
 import aiokv
 from aiokv.sync import verbs
+from aiokv.sync.table import VERBS
 
 PACKAGE = Path(aiokv.__file__).parent
 SOURCES = ("engine/engine.py", "engine/lease.py", "sync/__init__.py")  # import all types
 WIDTH = 100
+ORIGINS = {
+    verb.name or method.__name__: method.__qualname__
+    for verb in VERBS
+    if (method := getattr(verb.method, "fget", verb.method))
+}
 
 
 def stub() -> str:
@@ -58,7 +64,9 @@ def method_text(name: str, member: Any) -> str:
         indent = " " * 8
         wrapped = textwrap.fill(parameters, WIDTH, initial_indent=indent, subsequent_indent=indent)
         line = f"    def {name}(\n{wrapped}\n    ) -> {signature.return_annotation}:"
-    text = textwrap.indent(f'"""{function.__doc__}\n"""', " " * 8)
+    summary, *more = function.__doc__.split("\n\n")
+    more = more and [f"See ``{ORIGINS[name]}``.\n"]
+    text = textwrap.indent('"""' + "\n\n".join([summary, *more]) + '"""', " " * 8)
     decorator = "    @property\n" if isinstance(member, property) else ""
     return f"{decorator}{line}\n{text}\n"
 
