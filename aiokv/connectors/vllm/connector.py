@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from aiokv.base.logs import Log, join_log
 from aiokv.connectors.vllm import compat, opening
+from aiokv.connectors.vllm.arrivals import Arrivals, StepPace
 from aiokv.connectors.vllm.blocks import VllmBlocks
 from aiokv.connectors.vllm.groups import KVGroups
 from aiokv.connectors.vllm.link import LoadQueue
@@ -80,6 +81,12 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             reason = why_prefixes_are_forbidden(vllm_config, kv_cache_config)
             if reason is not None:
                 log.warning("vllm.prefixes_forbidden", reason=reason)
+            link = LoadQueue(
+                opening.block_bytes_of(vllm_config, kv_cache_config),
+                self._cache.load_rate,
+                self._options.step_wait_seconds,
+            )
+            pace = StepPace()
             self._scheduler = SchedulerHalf(
                 self._cache,
                 self._options,
@@ -87,10 +94,12 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 groups=groups,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 pool=self._pool,
-                link=LoadQueue(
-                    opening.block_bytes_of(vllm_config, kv_cache_config),
-                    self._cache.load_rate,
-                    self._options.step_wait_seconds,
+                link=link,
+                pace=pace,
+                arrivals=Arrivals(
+                    link,
+                    pace,
+                    steps_wait=opening.steps_wait(vllm_config, groups, self._options),
                 ),
             )
             self._counts = EngineCounts()
@@ -220,10 +229,13 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._half_of_scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Save the blocks that a step has computed."""
+        """Save the blocks that a step has computed, and name the loads that have ended since."""
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self._half_of_scheduler.step_ended(outcome.step, connector_output.invalid_block_ids)
+            connector_output.finished_recving = self._half_of_scheduler.ended_loads(
+                connector_output.finished_recving
+            )
 
     def request_finished(
         self, request: Request, block_ids: list[int]

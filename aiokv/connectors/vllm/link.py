@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
@@ -24,28 +25,51 @@ class Moving(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    moving: Moving
+    num_blocks: int
+    end: float  # expected time of the end
+
+
 class LoadQueue:
     """Loads in flight from host memory, which are copied one after the other.
 
     Args:
         block_bytes: bytes per block, summed over all ranks.
         measured_rate: returns the speed of loads in bytes per second; 0.0 before the first load.
-        step_wait_seconds: longest expected time that a step with other requests waits for a load.
+        step_wait_seconds: longest expected time that a step waits for a load: see ``Options``.
+        clock: returns the time in seconds.
+
+    Attributes:
+        step_wait_seconds: as the argument.
     """
 
     def __init__(
-        self, block_bytes: int, measured_rate: Callable[[], float], step_wait_seconds: float
+        self,
+        block_bytes: int,
+        measured_rate: Callable[[], float],
+        step_wait_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._block_bytes = block_bytes
         self._measured_rate = measured_rate
-        self._step_wait_seconds = step_wait_seconds
-        self._loads: list[tuple[Moving, int]] = []
+        self.step_wait_seconds = step_wait_seconds
+        self._clock = clock
+        self._loads: list[_Load] = []
         self._rate = _DEFAULT_RATE
         self._looked = -_RATE_SECONDS
 
     def add(self, load: Moving, num_blocks: int) -> None:
         """Add a load that has begun."""
-        self._loads.append((load, num_blocks))
+        self._forget()
+        begins = max(self._clock(), self._loads[-1].end) if self._loads else self._clock()
+        self._loads.append(_Load(load, num_blocks, begins + self._seconds(num_blocks)))
+
+    def seconds_left(self, moving: Moving) -> float:
+        """Return the expected time until a load ends, behind those that were added before it."""
+        ends = (load.end for load in self._loads if load.moving is moving and not moving.is_done)
+        return max(next(ends, 0.0) - self._clock(), 0.0)
 
     def suits_step(self, num_blocks: int, *, deferred_blocks: int, has_others: bool) -> bool:
         """Return True if the step that computes a request should wait for its load.
@@ -59,14 +83,17 @@ class LoadQueue:
             deferred_blocks: number of blocks in earlier loads that have not begun.
             has_others: True if the step computes other requests.
         """
-        self._loads = [load for load in self._loads if not load[0].is_done]
-        front = deferred_blocks + sum(blocks for _, blocks in self._loads)
+        self._forget()
+        front = deferred_blocks + sum(load.num_blocks for load in self._loads)
         if front and self._seconds(front) > FRONT_SECONDS:
             return False
-        return not has_others or self._seconds(front + num_blocks) <= self._step_wait_seconds
+        return not has_others or self._seconds(front + num_blocks) <= self.step_wait_seconds
+
+    def _forget(self) -> None:
+        self._loads = [load for load in self._loads if not load.moving.is_done]
 
     def _seconds(self, num_blocks: int) -> float:
-        now = time.monotonic()
+        now = self._clock()
         if now - self._looked >= _RATE_SECONDS:
             self._rate, self._looked = self._measured_rate() or _DEFAULT_RATE, now
         return num_blocks * self._block_bytes / self._rate

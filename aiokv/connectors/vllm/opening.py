@@ -243,6 +243,23 @@ def schedules_ahead(vllm_config: VllmConfig) -> bool:
     )
 
 
+def steps_wait(vllm_config: VllmConfig, groups: KVGroups, options: Options) -> bool:
+    """Return True if a step may wait for the end of a load that began before it.
+
+    Then a load that fails ends the server. So steps wait only where that is the failure of the
+    device: not for blocks that are verified, or that other processes copy. Without asynchronous
+    scheduling, vLLM would compute a request again whose load has failed, and keeps doing so.
+    """
+    return (
+        options.load == "auto"
+        and options.verify == "off"
+        and not groups.sides
+        and bool(vllm_config.scheduler_config.async_scheduling)
+        and vllm_config.parallel_config.pipeline_parallel_size == 1
+        and is_in_process(vllm_config, options)
+    )
+
+
 def drafts_with_layers(vllm_config: VllmConfig) -> bool:
     """Return True if drafts come from a model whose layers are in the KV cache."""
     drafts = vllm_config.speculative_config

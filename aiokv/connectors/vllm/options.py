@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from aiokv.config.cache_config import EvictionPolicy, StoreAdmission, Verify
 
-Load = Literal["async", "layerwise"]
+Load = Literal["auto", "async", "layerwise"]
 WRITE_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use", "none")
 
 GIB: Final = 1 << 30
@@ -36,13 +36,17 @@ class Options:
         host_gib: host memory of all ranks together, in GiB, or with a unit, such as ``"64GiB"``.
             Set this or ``cpu_bytes_to_use``.
         cpu_bytes_to_use: the same in bytes or with a unit, under the name of vLLM's own offloading.
-        load: ``"async"``: a request waits for its blocks while other requests compute.
+        load: ``"auto"``: a request waits for its blocks while other requests compute, and a step
+            waits layer by layer for the end of a load if this delays its requests less; a failure
+            of this load ends the server. With ``--no-async-scheduling``, several ranks, ``verify``
+            or several KV cache groups, steps wait for no load. ``"async"``: steps wait for no load.
             ``"layerwise"``: the first step of a request waits for its blocks layer by layer, unless
             other loads are queued before its own; several ranks or ``verify`` require
             ``--no-async-scheduling``, and with asynchronous scheduling, a failed load of a step
             ends the server.
         step_wait_seconds: with ``"layerwise"``, the longest expected duration of a load that a step
-            with other requests waits for. For a longer load, the request waits, not the step.
+            with other requests waits for. For a longer load, the request waits, not the step. With
+            ``"auto"``, the longest expected time that a step without other requests waits.
         write_policy: when computed blocks are copied to host memory, as
             ``CacheConfig.write_policy``.
         eviction_policy: as ``CacheConfig.eviction_policy``.
@@ -71,7 +75,7 @@ class Options:
 
     host_gib: float | None = None
     cpu_bytes_to_use: int | None = None
-    load: Load = "async"
+    load: Load = "auto"
     step_wait_seconds: float = 0.05
     write_policy: str = "write_through"
     eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY

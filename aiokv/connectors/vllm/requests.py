@@ -14,7 +14,7 @@ from aiokv.errors import UsageError
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from aiokv.sync import SyncLease
+    from aiokv.sync import SyncLayers, SyncLease
     from aiokv.sync.futures import EngineFuture
 
 log = Log(__name__)
@@ -99,6 +99,8 @@ class Onload:
         in_step: True if the first step of the request waits for the blocks layer by layer.
         after_step: last step that was sent to the workers before vLLM has given the blocks.
         started: True after the transfers have begun.
+        layers: the transfers; None before they have begun, and if they could not.
+        is_told: True after vLLM was told that the load has ended, or ends with the next step.
     """
 
     first: int
@@ -106,6 +108,8 @@ class Onload:
     in_step: bool
     after_step: int = 0
     started: bool = False
+    layers: SyncLayers | None = None
+    is_told: bool = False
 
 
 @dataclass(slots=True, eq=False)

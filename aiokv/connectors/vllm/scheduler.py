@@ -17,6 +17,7 @@ to a block that something still uses.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from concurrent.futures import wait
@@ -35,7 +36,7 @@ from aiokv.connectors.vllm.requests import (
     is_cacheable,
     names_of,
 )
-from aiokv.errors import BrokenEngineError
+from aiokv.errors import AiokvError, BrokenEngineError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from aiokv.connectors.vllm.arrivals import Arrivals, StepPace
     from aiokv.connectors.vllm.blocks import VllmBlocks
     from aiokv.connectors.vllm.cache import HostCache
     from aiokv.connectors.vllm.groups import KVGroups
@@ -75,6 +77,8 @@ class SchedulerHalf:
         step_tokens: most positions that a step of vLLM computes.
         pool: vLLM's blocks.
         link: the loads in flight.
+        pace: the steps in flight.
+        arrivals: loads that are about to end.
     """
 
     def __init__(
@@ -87,10 +91,15 @@ class SchedulerHalf:
         step_tokens: int,
         pool: VllmBlocks,
         link: LoadQueue,
+        pace: StepPace,
+        arrivals: Arrivals,
     ) -> None:
         self._cache = cache
         self._pool = pool
         self._link = link
+        self._pace = pace
+        self._arrivals = arrivals
+        self._waited: dict[int, list[SyncLayers]] = {}  # loads by the step that waits for them
         self._is_active = is_active
         self._groups = groups
         self._step_tokens = step_tokens
@@ -128,6 +137,8 @@ class SchedulerHalf:
             The number, or None if vLLM is to call again later; and True if the request waits for
             the load while other requests compute, False if its first step waits layer by layer.
         """
+        if self._arrivals.is_unreported(request.request_id):
+            return None, False  # preempted; the workers have yet to report its last load
         if self._has_no_room:
             if (waiting := self._waiting.get(request.request_id)) is not None:
                 waiting.asked_after = self._step
@@ -393,6 +404,8 @@ class SchedulerHalf:
                 cached.assigned = onload.end // self._block_tokens
                 self._cache.note_load(layers)
                 self._link.add(layers, self._num_loading(cached))
+                if cached.onload is not None and not cached.onload.in_step:
+                    cached.onload.layers = layers
             ids = () if layers is None else layers.transfer_ids
             self._loads.append(
                 Load(cached.request_id, ids, targets, onload.in_step, failed=layers is None)
@@ -415,10 +428,21 @@ class SchedulerHalf:
             compat.leave_unzeroed(output, self._loading_blocks())
         self._wait_for_transfers(written)
         self._begin_or_defer()
-        if not any(load.in_step for load in self._loads):  # the step would wait for them
-            self._prefills.begin(self._step, _prompt_tokens(output))
+        waits = self._arrivals.take_waits()
+        if waits:
+            self._waited[self._step] = [
+                cached.onload.layers
+                for cached in waits
+                if cached.onload is not None and cached.onload.layers is not None
+            ]
+        is_empty = not output.total_num_scheduled_tokens
+        prompt_tokens = _prompt_tokens(output)
+        if not waits and not any(load.in_step for load in self._loads):
+            self._prefills.begin(self._step, prompt_tokens)  # else the step waits for loads
+        if not is_empty:
+            self._pace.begin(self._step, prompt_tokens)
         message = StepMetadata(
-            self._step, self._loads, is_empty=not output.total_num_scheduled_tokens
+            self._step, self._loads, [cached.request_id for cached in waits], is_empty=is_empty
         )
         self._loads = []
         self._swept = False
@@ -516,7 +540,9 @@ class SchedulerHalf:
             step: number of the step.
             failed_blocks: blocks whose loads have failed; vLLM computes them again.
         """
+        self._check_waited(step)
         prefill = self._prefills.end(step)
+        self._pace.end(step, prefill)
         event = self._cache.take_event(step)
         self._note_commits()
         if failed_blocks:
@@ -533,6 +559,25 @@ class SchedulerHalf:
         if ended or self._finishing or self._cache.closes_steps_on_ranks:
             self._commit(ended.values(), event, prefill)
         self._freed.note_ended(step)
+
+    def ended_loads(self, reported: set[str] | None) -> set[str] | None:
+        """Return the requests that may compute with their loads in the next step.
+
+        Args:
+            reported: those whose loads had ended when the workers began the step.
+        """
+        return self._arrivals.add_to(reported, self._loading, len(self._requests))
+
+    def _check_waited(self, step: int) -> None:
+        """Check the loads for which steps up to ``step`` have waited.
+
+        Raises:
+            TransferError: a load has failed, and vLLM has scheduled a step behind; the error ends
+                the server before it sends the tokens of the step.
+        """
+        for number in [number for number in self._waited if number <= step]:
+            for layers in self._waited.pop(number):
+                layers.wait_all(self._timeout)
 
     def _commit(
         self,
@@ -642,7 +687,7 @@ class SchedulerHalf:
                 computed_with.update(cached.table[first:])
                 if cached.onload is not None:
                     self._leave_lease(cached)
-        if self._layerwise:
+        if self._layerwise or self._arrivals.steps_wait:
             self._pool.evict(computed_with)
 
     # --- ends of requests -------------------------------------------------------------------------
@@ -678,8 +723,16 @@ class SchedulerHalf:
         self._freed.add(cached.tables.ids(), last_step, None)
 
     def _leave_lease(self, cached: CachedRequest) -> None:
-        """Release the lease; its transfers go on."""
+        """Release the lease; its transfers go on.
+
+        If vLLM was told that its load ends, it ends first: another request may compute with the
+        blocks.
+        """
         lease, cached.lease = cached.lease, None
+        onload = cached.onload
+        if onload is not None and onload.is_told and onload.layers is not None:
+            with contextlib.suppress(AiokvError):  # the failure is noted with the step
+                onload.layers.wait_all(self._timeout)
         if cached.granting is not None:
             cached.granting.cancel()
             cached.granting = None

@@ -3,7 +3,7 @@
 A step of vLLM's model runner, and the calls that it makes here:
 
     start_load_kv        begin()       loads of the message; a captured graph waits for all layers
-    (each layer)         wait_layer()  loads of this step
+    (each layer)         wait_layer()  loads of this step, and ends of loads that began before
     get_finished         take_loaded() loads that requests wait for
     get_block_ids_...    take_failed() blocks that vLLM computes again
     (draft model)
@@ -104,6 +104,7 @@ class WorkerHalf:
         self._calls_all = False
         self._loading: dict[str, tuple[Load, LoadTransfers | None]] = {}  # by request
         self._in_step: list[tuple[Load, LoadTransfers]] = []
+        self._waits: list[tuple[Load, LoadTransfers]] = []  # of `_loading`, awaited by this step
         self._layers_left: set[int] = set()  # layers of this step's loads that have not ended
         self._failed: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -135,7 +136,11 @@ class WorkerHalf:
                 self._in_step.append((load, transfers))
             elif load.failed:
                 self._raise_if_late(len(load.block_ids))
-        if self._in_step:
+        for request_id in message.waits:
+            waiting = self._loading.get(request_id)
+            if waiting is not None and waiting[1] is not None:
+                self._waits.append((waiting[0], waiting[1]))
+        if self._in_step or self._waits:
             self._layers_left = set(self._layers)
             if not (layers_are_hooked and self._calls_all):
                 for layer in sorted(self._layers):
@@ -145,7 +150,7 @@ class WorkerHalf:
         """Wait for one layer of the loads of this step."""
         layer = self._tensors.layer_of[layer_name]
         self._called.add(layer)
-        if self._in_step:
+        if self._layers_left:
             self._wait(layer)
 
     def _wait(self, layer: int) -> None:
@@ -153,7 +158,7 @@ class WorkerHalf:
         if layer not in self._layers_left:
             return
         self._layers_left.discard(layer)
-        for load, transfers in self._in_step:
+        for load, transfers in (*self._in_step, *self._waits):
             try:
                 transfers.wait_layer(layer, self._timeout)
             except (TransferError, ClosedError) as error:
@@ -175,9 +180,12 @@ class WorkerHalf:
                 # The step has computed a layer without waiting for it, so the blocks must be
                 # computed again.
                 failed.update(load.block_ids)
-        if self._in_step and self._layers_left:
+        if self._layers_left:
+            failed.update(block for load, _ in self._waits for block in load.block_ids)
+        if self._layers_left and (self._in_step or self._waits):
             log.error("vllm.layers_not_hooked", layers=sorted(self._layers_left))
         self._in_step.clear()
+        self._waits.clear()
         self._layers_left.clear()
         if self._called:
             self._calls_all = self._called == self._layers

@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from aiokv.connectors.vllm import compat, link, opening
+from aiokv.connectors.vllm.arrivals import StepPace
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.sources import EngineTransfers
 from aiokv.sync import SyncEngine
@@ -43,11 +44,12 @@ MODES: dict[str, dict[str, Any]] = {
     "selective": {"write_policy": "nth_use:2"},
     "layerwise, async scheduling": {"load": "layerwise", "async_scheduling": True},
     "flaky": {"flaky": True},
-    "flaky, async scheduling": {"flaky": True, "async_scheduling": True},
+    "flaky, async scheduling": {"flaky": True, "load": "async", "async_scheduling": True},
     "flaky, layerwise": {"flaky": True, "load": "layerwise"},
     "flaky, failed requests": {"flaky": True, "failure_policy": "fail"},
     "slow": {"slow": True},
-    "slow, async scheduling": {"slow": True, "async_scheduling": True},
+    "slow, async scheduling": {"slow": True, "load": "async", "async_scheduling": True},
+    "slow, auto, async scheduling": {"slow": True, "fail_share": 0.0, "async_scheduling": True},
     "slow, layerwise": {"slow": True, "load": "layerwise"},
     "slow, layerwise, async scheduling": {
         "slow": True,
@@ -55,7 +57,12 @@ MODES: dict[str, dict[str, Any]] = {
         "load": "layerwise",
         "async_scheduling": True,
     },
-    "slow, no prefix cache": {"slow": True, "prefix_caching": False, "async_scheduling": True},
+    "slow, no prefix cache": {
+        "slow": True,
+        "fail_share": 0.0,
+        "prefix_caching": False,
+        "async_scheduling": True,
+    },
     "sockets": {"in_process": False},
     "two ranks": {"num_ranks": 2},
     "two ranks, async scheduling": {"num_ranks": 2, "async_scheduling": True},
@@ -204,6 +211,8 @@ class Walk:
             monkeypatch.setattr(
                 link, "FRONT_SECONDS", 0.0
             )  # the request of a load behind another one waits
+            # Steps wait for the end of a load whenever the load mode allows it.
+            monkeypatch.setattr(StepPace, "step_seconds", property(lambda pace: 60.0))
             wait_layer, wait_all = EngineTransfers.wait_layer, EngineTransfers.wait_all
 
             def moved(load: EngineTransfers) -> bool:
@@ -341,7 +350,7 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             assert walk.num_step_waits > 0
         if "slow" in mode:
             assert walk.num_beside > 0
-        if "slow, layerwise" in mode:
+        if "slow, layerwise" in mode or "slow, auto" in mode:
             assert walk.num_in_step > 0
     finally:
         walk.close()

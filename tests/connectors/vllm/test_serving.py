@@ -537,7 +537,8 @@ def test_aborted_load_frees_its_blocks_when_it_has_ended(
 ) -> None:
     server = make_server()
     ended: list[bool] = []
-    monkeypatch.setattr(sources.EngineTransfers, "is_done", property(lambda transfers: ended))
+    for name in ("is_done", "has_arrived"):
+        monkeypatch.setattr(SyncLayers, name, property(lambda layers: bool(ended)))
     tokens = evicted_prompt(server, 1)
     request = server.add("b", tokens, 1)
     while request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
