@@ -16,15 +16,21 @@ Per mode: ``requests``; ``different``, those whose tokens are not those of that 
 ``failed_blocks``, whose load has failed. ``none`` shows that vLLM itself is invariant. In
 ``aiokv-damaged-disk``, bytes of the store are overwritten after the second phase. ``damaged`` is a
 control: answers to hits of that server in which every second block is wrong have to differ.
+
+A server that has not answered within ``--seconds`` writes the stacks of all its threads, and is
+compared by the phases that have ended; ``is_complete`` is false then.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import json
+import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,18 +44,26 @@ from bench.vllm.model import SHAPES, block_bytes, write_model
 from bench.vllm.servers import Settings, engine_options, environment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
 DAMAGED_DISK: Final = "aiokv-damaged-disk"
-MODES: Final = ("none", "aiokv", "aiokv-layers", "aiokv-layers-sync", "aiokv-disk", DAMAGED_DISK)
+MODES: Final = (
+    "none",
+    "aiokv",
+    "aiokv-async",
+    "aiokv-layers",
+    "aiokv-layers-sync",
+    "aiokv-disk",
+    DAMAGED_DISK,
+)
 _REFERENCE: Final = "reference"
 _PHASES: Final = ((1, 0.06), (4, 0.24), (16, 0.7))  # clients, and their share of the requests
 _NUM_DOCUMENTS: Final = 48
 _DOCUMENT_TOKENS: Final = (300, 1_900)
-_QUESTIONS: Final = 8  # per document
+_QUESTIONS: Final = 3  # per document
 _QUESTION_TOKENS: Final = (1, 64)
 _OUTPUT_TOKENS: Final = 16
-_CONTROLS: Final = 24
+_CONTROLS: Final = 16
 _DAMAGED_BYTES_APART: Final = 1 << 20
 _BLOCK_TOKENS: Final = 256
 _MAX_TOKENS: Final = 2_048
@@ -60,7 +74,12 @@ _REFERENCE_BLOCKS: Final = 1_024
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("modes", nargs="*", default=MODES, help=f"default: {' '.join(MODES)}")
-    parser.add_argument("--requests", type=int, default=5_000, help="default: %(default)s")
+    parser.add_argument(
+        "--requests", type=int, default=1_000, help="per mode; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1_800, help="limit per mode; default: %(default)s"
+    )
     parser.add_argument("--shape", default="small", choices=SHAPES, help="default: %(default)s")
     parser.add_argument("--save", type=Path, help="write the results as JSON")
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
@@ -74,22 +93,24 @@ def main() -> int:
         write_model(args.shape, folder / "model")
         servers = [_start(mode, folder, args) for mode in (*args.modes, _REFERENCE)]
         codes = [server.wait() for server in servers]
-        if any(codes):
+        if codes.pop():
             return 1
-        answers = {mode: json.loads((folder / f"{mode}.json").read_text()) for mode in args.modes}
+        files = [folder / f"{mode}.json" for mode in args.modes]
+        answers = {file.stem: json.loads(file.read_text()) for file in files if file.exists()}
         reference = json.loads((folder / f"{_REFERENCE}.json").read_text())
     results = _compare(answers, reference) | {"machine": harness.machine()}
     print(json.dumps(results, indent=2))
     if args.save:
         args.save.write_text(json.dumps(results, indent=2) + "\n")
     wrong = sum(mode["different"] for mode in results["modes"].values())
-    return 1 if wrong or results["damaged"]["equal"] else 0
+    return 1 if wrong or any(codes) or results["damaged"]["equal"] else 0
 
 
 def _start(mode: str, folder: Path, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start a server in a process of its own."""
     command = [sys.executable, "-m", "bench.vllm_equal_load", "--cell", mode, str(folder)]
     command += ["--requests", str(args.requests), "--shape", args.shape]
+    command += ["--seconds", str(args.seconds)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
@@ -134,17 +155,34 @@ async def _run_cell(mode: str, folder: Path, args: argparse.Namespace) -> None:
         "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
     }
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+    result = folder / f"{mode}.json"
     try:
-        await engine.collective_rpc("seed_weights", args=(1,))
-        prompts = _prompts(SHAPES[args.shape]["vocab_size"])
-        if is_reference:
-            results = await _reference(engine, prompts)
-        else:
-            damaged = disk if mode == DAMAGED_DISK else None
-            results = await _load(engine, prompts, args.requests, damaged)
+        async with asyncio.timeout(args.seconds):
+            await engine.collective_rpc("seed_weights", args=(1,))
+            prompts = _prompts(SHAPES[args.shape]["vocab_size"])
+            if is_reference:
+                result.write_text(json.dumps(await _reference(engine, prompts)))
+            else:
+                damaged = disk if mode == DAMAGED_DISK else None
+                async for phase in _load(engine, prompts, args.requests, damaged):
+                    figures = {name: value for name, value in phase.items() if name != "answers"}
+                    print(mode, len(phase["answers"]), figures, file=sys.stderr, flush=True)
+                    result.write_text(json.dumps(phase))
+    except TimeoutError:
+        _write_stacks(mode)
+        raise
     finally:
         engine.shutdown()
-    (folder / f"{mode}.json").write_text(json.dumps(results))
+
+
+def _write_stacks(mode: str) -> None:
+    """Write the stacks of this process and of vLLM's engine, whose worker handles the signal."""
+    print(f"{mode}: not done in time; stacks of all threads:", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    for process in multiprocessing.active_children():
+        if process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(2)  # for the other processes to write theirs
 
 
 def _prompts(vocabulary: int) -> list[list[int]]:
@@ -162,10 +200,11 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 
 async def _load(
     engine: Any, prompts: Sequence[list[int]], requests: int, damaged: Path | None
-) -> dict[str, Any]:
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the results of all phases so far, after each one."""
     rng = random.Random(2)
     weights = [1 / (place + 1) for place in range(_NUM_DOCUMENTS)]
-    answers = []
+    answers: list[tuple[int, str]] = []
     cached_tokens = 0
     began = time.perf_counter()
     for clients, share in _PHASES:
@@ -180,14 +219,15 @@ async def _load(
         answers += [
             (number, answer.digest) for number, answer in zip(asked, result.answers, strict=True)
         ]
-    return {
-        "answers": answers,
-        "seconds": round(time.perf_counter() - began, 1),
-        "cached_tokens": cached_tokens,
-        "external_hit_tokens": _counter("vllm:external_prefix_cache_hits_total"),
-        "preemptions": _counter("vllm:num_preemptions_total"),
-        "failed_blocks": _counter("vllm:aiokv_failed_blocks_total"),
-    }
+        yield {
+            "is_complete": clients == _PHASES[-1][0],
+            "seconds": round(time.perf_counter() - began, 1),
+            "cached_tokens": cached_tokens,
+            "external_hit_tokens": _counter("vllm:external_prefix_cache_hits_total"),
+            "preemptions": _counter("vllm:num_preemptions_total"),
+            "failed_blocks": _counter("vllm:aiokv_failed_blocks_total"),
+            "answers": answers,
+        }
 
 
 def _overwrite_bytes(folder: Path) -> None:

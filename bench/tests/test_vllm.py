@@ -10,7 +10,7 @@ import pytest
 
 from aiokv.trace.format import TraceRequest
 from bench.vllm.__main__ import main
-from bench.vllm.cell import LONG_ANSWERS_TOKENS, long_documents
+from bench.vllm.cell import DOCUMENTS_TOKENS, long_documents
 from bench.vllm.from_trace import Sizes, build_workload
 from bench.vllm.load import run_load
 from bench.vllm.model import block_bytes
@@ -124,7 +124,7 @@ def test_documents_of_long_answers_share_no_block_and_fit_the_server():
     blocks = [block for document in documents for block in document.hash_ids]
     assert len(set(blocks)) == len(blocks)
     assert all(len(d.token_ids(1_000)) == d.num_tokens for d in documents[:3])
-    assert max(lengths) < LONG_ANSWERS_TOKENS
+    assert max(lengths) < DOCUMENTS_TOKENS
 
 
 def test_saved_workload_is_read_back(tmp_path):

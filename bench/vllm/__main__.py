@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.vllm.cell import HOST_HITS_TOKENS, LOADS, LONG_ANSWERS_TOKENS, Cell
+from bench.vllm.cell import DOCUMENTS_TOKENS, HOST_HITS_TOKENS, LOADS, Cell
 from bench.vllm.model import block_bytes
 from bench.vllm.report import compare_outputs, print_tables
 from bench.vllm.servers import BLOCK_TOKENS, SERVERS, Settings
@@ -87,8 +87,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--loads",
         nargs="+",
         choices=LOADS,
-        default=[load for load in LOADS if load != "long_answers"],
-        help="default: all but long_answers, which needs --host-gib 56 and --device-blocks 12288",
+        default=[load for load in LOADS if load not in ("long_answers", "documents")],
+        help="default: all but long_answers and documents, which are for --host-gib 56 and "
+        "--device-blocks 12288",
     )
     parser.add_argument("--shape", default="8b", help="8b, or tiny to try the bench itself")
     parser.add_argument("--workload", type=Path, metavar="FILE", help="default: from the trace")
@@ -147,8 +148,8 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
     if equality:
         max_prompt_tokens = max(prompt.num_tokens for prompt in load_workload(workload).equality)
     graph_sizes = (1, 2, 4, 8)
-    if "long_answers" in args.loads:
-        max_prompt_tokens = max(max_prompt_tokens, LONG_ANSWERS_TOKENS)
+    if not {"long_answers", "documents"}.isdisjoint(args.loads):
+        max_prompt_tokens = max(max_prompt_tokens, DOCUMENTS_TOKENS)
         graph_sizes += (16,)
     host_gib = args.small_host_gib if kind == "small_host" else args.host_gib
     return Cell(

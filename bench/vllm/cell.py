@@ -33,7 +33,7 @@ _DAMAGE_EVERY = 32
 _RESET_TIMEOUT_SECONDS = 30.0
 _SAVE_SECONDS = 0.3  # for the saves of one prompt to end
 
-LOADS = ("multi_turn", "one_client", "no_hits", "host_hits", "long_answers")
+LOADS = ("multi_turn", "one_client", "no_hits", "host_hits", "long_answers", "documents")
 # Prompts of "host hits": a head that host memory has, and a tail that nothing has.
 _HEAD_HASH_BLOCKS = 28
 _NUM_HEADS = 8
@@ -46,7 +46,10 @@ _NUM_DOCUMENTS = 48
 _DOCUMENT_TOKENS = (1_000, 24_000)
 _LONG_ANSWER_TOKENS = 64
 _LONG_ANSWERS = {1: 1, 4: 2, 16: 4}  # questions per document by the number of clients
-LONG_ANSWERS_TOKENS = _DOCUMENT_TOKENS[1] + _LONG_ANSWER_TOKENS
+# "documents" asks about the same ones with Zipf popularity, behind tokens that nothing has.
+_QUESTION_TOKENS = (32, 511)
+_DOCUMENT_REQUESTS = {1: 48, 4: 128, 16: 320}  # by the number of clients
+DOCUMENTS_TOKENS = _DOCUMENT_TOKENS[1] + _QUESTION_TOKENS[1] + _LONG_ANSWER_TOKENS
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +84,12 @@ def main(argv: Sequence[str]) -> int:
     cell = msgspec.json.decode(Path(spec).read_bytes(), type=Cell)
     # vLLM reads the environment when it is imported.
     os.environ.update(environment(cell.settings))
-    figures = asyncio.run(_run(cell))
+    figures = asyncio.run(_run(cell, Path(result)))
     Path(result).write_bytes(msgspec.json.encode(figures))
     return 0
 
 
-async def _run(cell: Cell) -> dict[str, Any]:
+async def _run(cell: Cell, result: Path) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -97,7 +100,7 @@ async def _run(cell: Cell) -> dict[str, Any]:
     )
     try:
         await engine.collective_rpc("seed_weights", args=(WEIGHTS_SEED,))
-        bench = _Bench(cell, engine, load_workload(Path(cell.workload)))
+        bench = _Bench(cell, engine, load_workload(Path(cell.workload)), result)
         bench.note(f"started in {time.perf_counter() - started:.1f} s")
         figures = {"start_seconds": round(time.perf_counter() - started, 1)}
         if cell.kind == "equality":
@@ -108,9 +111,11 @@ async def _run(cell: Cell) -> dict[str, Any]:
 
 
 class _Bench:
-    """Loads of one cell on its engine."""
+    """Loads of one cell on its engine; the file ``result`` has those that have ended."""
 
-    def __init__(self, cell: Cell, engine: Any, workload: Workload) -> None:
+    def __init__(self, cell: Cell, engine: Any, workload: Workload, result: Path) -> None:
+        self._result = result
+        self._ended: dict[str, Any] = {}
         self._cell = cell
         self._engine = engine
         self._workload = workload
@@ -130,6 +135,8 @@ class _Bench:
             figures |= await self._host_hits()
         if "long_answers" in loads:
             figures |= await self._long_answers()
+        if "documents" in loads:
+            figures |= await self._documents()
         if "multi_turn" in loads:
             await self._load("opening", workload.opening)
             figures["multi_turn"] = await self._load("multi-turn", workload.turns)
@@ -185,6 +192,30 @@ class _Bench:
             name = f"long_answers_{clients}_clients"
             figures[name] = await self._load(
                 name, documents * questions, clients=clients, output_tokens=_LONG_ANSWER_TOKENS
+            )
+        return figures
+
+    async def _documents(self) -> dict[str, Any]:
+        """Ask new questions about documents, of which few are asked about most often."""
+        documents = long_documents()
+        if "long_answers" not in self._cell.loads:
+            await self._load("documents", documents, clients=2)
+        rng = np.random.default_rng(1)
+        popularity = 1 / np.arange(1, _NUM_DOCUMENTS + 1)
+        question_ids = itertools.count(4_000_000_000)
+        figures = {}
+        for clients, count in _DOCUMENT_REQUESTS.items():
+            chosen = rng.choice(_NUM_DOCUMENTS, count, p=popularity / popularity.sum())
+            lengths = rng.integers(*_QUESTION_TOKENS, count, endpoint=True)
+            name = f"documents_{clients}_clients"
+            figures[name] = await self._load(
+                name,
+                [
+                    _question(documents[place], int(length), next(question_ids))
+                    for place, length in zip(chosen, lengths, strict=True)
+                ],
+                clients=clients,
+                output_tokens=_LONG_ANSWER_TOKENS,
             )
         return figures
 
@@ -278,6 +309,8 @@ class _Bench:
         figures["counters"] = _connector_counters()
         if figures["counters"]:
             self.note(f"{name}: " + " ".join(f"{k}={v:g}" for k, v in figures["counters"].items()))
+        self._ended[name] = figures
+        self._result.write_bytes(msgspec.json.encode(self._ended))
         return figures
 
 
@@ -287,6 +320,12 @@ def long_documents() -> list[Prompt]:
     documents = [_other_of(length, 1_000 + n) for n, length in enumerate(lengths)]
     order = np.random.default_rng(0).permutation(_NUM_DOCUMENTS)
     return [documents[place] for place in order]
+
+
+def _question(document: Prompt, num_tokens: int, question_id: int) -> Prompt:
+    """Return a prompt of the whole blocks of a document, and up to ``num_tokens`` other tokens."""
+    whole = document.num_tokens // HASH_BLOCK_TOKENS
+    return Prompt(whole * HASH_BLOCK_TOKENS + num_tokens, [*document.hash_ids[:whole], question_id])
 
 
 def _other(prompt: Prompt, seed: int) -> Prompt:

@@ -80,6 +80,10 @@ def _aiokv(settings: Settings) -> dict[str, Any]:
     return _aiokv_connector(host_gib=settings.host_gib)
 
 
+def _aiokv_async(settings: Settings) -> dict[str, Any]:
+    return _aiokv_connector(host_gib=settings.host_gib, load="async")
+
+
 def _aiokv_layers(settings: Settings) -> dict[str, Any]:
     return _aiokv_connector(host_gib=settings.host_gib, load="layerwise")
 
@@ -105,6 +109,7 @@ SERVERS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "vllm-simple": _vllm_simple,
     "lmcache": _lmcache,
     "aiokv": _aiokv,
+    "aiokv-async": _aiokv_async,
     "aiokv-layers": _aiokv_layers,
     "aiokv-layers-sync": _aiokv_layers,
     "aiokv-disk": _aiokv_disk,

@@ -7,13 +7,17 @@ output, and it concentrates on few positions, so that one wrong block is likely 
 
 from __future__ import annotations
 
+import faulthandler
 import math
+import signal
 import zlib
 
 import torch
 
 # Standard deviation of attention scores: softmax concentrates on few of thousands of positions.
 _SCORE_DEVIATION = 4.0
+
+faulthandler.register(signal.SIGUSR1)  # a bench that waits for too long asks for all stacks
 
 
 class BenchWorker:
