@@ -44,44 +44,63 @@ def test_rates_and_first_tokens_of_prompts_in_host_memory(new_tokens, clients):
     assert found == expected
 
 
-def test_conversations():
-    measured = results("vllm-h100-multi-turn")
-    expected = []
-    for run, server in (VLLM, ("run 1", "aiokv"), ("run 3", "aiokv-layers"), LAYERWISE):
-        load = measured[run][server]["load"]["multi_turn"]
-        rate, first_token = load["requests_per_second"], load["first_token_ms"]["p50"]
-        expected.append(f"{rate:.1f}/s, {first_token:.0f} ms")
-    expected.insert(1, "not measured")
-    assert cells_of(README, "conversations, 16 tokens")[1:] == expected
-
-
 def long_answers(clients: int, server: str) -> dict[str, Any]:
     run = "run 2" if server in ("vllm", "lmcache") else "run 1"
     return results("vllm-h100-long-answers")[run][server]["load"][f"long_answers_{clients}_clients"]
 
 
-@pytest.mark.parametrize("page", [README, MEASURED], ids=["readme", "measured"])
 @pytest.mark.parametrize("clients", [1, 4, 16])
-def test_answers_of_64_tokens(page, clients):
+def test_answers_of_64_tokens(clients):
     loads = [
         long_answers(clients, server)
         for server in ("vllm", "lmcache", "aiokv", "aiokv-layers", "aiokv-layers-sync")
     ]
-    assert cells_of(page, f"64 output tokens, {clients} client")[1:] == [
+    assert cells_of(MEASURED, f"64 output tokens, {clients} client")[1:] == [
         f"{load['requests_per_second']:.3g}/s, {load['first_token_ms']['p50']:.0f} ms"
         for load in loads
     ]
 
 
-def test_rates_of_default_settings_relative_to_the_offload_of_vllm():
-    ratios = [
-        long_answers(clients, "aiokv")["requests_per_second"]
-        / long_answers(clients, "vllm")["requests_per_second"]
-        for clients in (1, 4, 16)
-    ]
-    assert f"{min(ratios):.2f} to {max(ratios):.2f} times the requests per second" in " ".join(
-        README.split()
-    )
+def documents(clients: int, server: str) -> dict[str, Any]:
+    return results("vllm-h100-documents")["servers"][server][f"documents_{clients}_clients"]
+
+
+@pytest.mark.parametrize("clients", [1, 4, 16])
+def test_questions_about_documents(clients):
+    short, full = [], []
+    for server in ("none", "vllm", "aiokv", "aiokv-async"):
+        load = documents(clients, server)
+        rate = f"{load['requests_per_second']:#.3g}/s"
+        p50, p90, p99 = (f"{load['first_token_ms'][p]:.0f}" for p in ("p50", "p90", "p99"))
+        gap = load["gap_ms"]["p99"]
+        short.append(f"{rate}, {p50} and {p90} ms")
+        full.append(f"{rate}; {p50}, {p90}, {p99} ms; {gap:.{int(gap < 10)}f} ms")
+    assert cells_of(README, f"{clients} | ")[1:] == short[:3]
+    assert cells_of(MEASURED, f"{clients} | {full[0]}")[1:] == full
+
+
+@pytest.mark.parametrize("page", [README, MEASURED], ids=["readme", "measured"])
+def test_default_settings_relative_to_the_offload_of_vllm(page):
+    rates, first_tokens = [], []
+    for clients in (1, 4, 16):
+        own, vllm = documents(clients, "aiokv"), documents(clients, "vllm")
+        rates.append(own["requests_per_second"] / vllm["requests_per_second"])
+        first_tokens.append(own["first_token_ms"]["p50"] / vllm["first_token_ms"]["p50"])
+    text = " ".join(page.split())
+    for ratios in (rates, first_tokens):
+        shown = [f"{ratio:.2f}" for ratio in ratios]
+        short = f"{min(shown)} to {max(shown)} times"
+        assert short in text or "{}, {} and {} times".format(*shown) in text
+
+
+def test_outputs_under_load_are_equal():
+    measured = results("vllm-h100-equal-load")
+    modes = measured["modes"].values()
+    assert not any(mode["different"] for mode in modes)
+    assert all(mode["is_complete"] for mode in modes)
+    for page in (README, MEASURED):
+        assert f"{sum(mode['requests'] for mode in modes):,} outputs" in page
+    assert f"none of {measured['damaged']['requests']} outputs" in MEASURED
 
 
 def test_hit_tokens_relative_to_lru():
