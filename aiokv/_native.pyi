@@ -661,8 +661,8 @@ class Core:
     def take_saves(self) -> int:
         """Begin a save; 0: there is nothing to save."""
 
-    def store_transfer(self, transfer: int) -> tuple[int, bytes, bytes]:
-        """(group, host_blocks, digests) of a fetch or a save in flight."""
+    def store_transfer(self, transfer: int) -> tuple[int, bytes, bytes, bytes]:
+        """(group, host_blocks, digests, follows) of a fetch or a save in flight."""
 
     def receive(self, lease: int, ticket_id: bytes, num_tokens: int, group: int = -2, first_block: int = 0, step: int = 0) -> int:
         """
@@ -1096,6 +1096,22 @@ class JournalReplay:
     @property
     def outside(self) -> int:
         """Records of slots above the capacity, or from num_slots on."""
+
+class ReuseSketch:
+    """Approximate number of recent offers of each key."""
+
+    def __init__(self, period: int, most: int) -> None: ...
+
+    def count(self, keys: bytes) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """
+        Count an offer of each key; return the number of its earlier offers, up to `most`, [N] int32.
+        """
+
+    def counters(self) -> bytes:
+        """Return the state, for restore()."""
+
+    def restore(self, counters: bytes) -> None:
+        """Replace the state by that of a sketch of the same size."""
 
 def add_records(keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: int) -> bytes:
     """Return records that add the keys, without checksums."""

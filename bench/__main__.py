@@ -22,6 +22,7 @@ BENCHES = (
     "index",
     "digest",
     "policy",
+    "write_budget",
     "two_tiers",
     "wakeup",
     "transfer",

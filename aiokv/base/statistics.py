@@ -766,6 +766,14 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
             "Operations that the store still executes after their deadline.",
         ),
     ]
+    write_budget_left: Annotated[
+        float,
+        gauge(
+            "store_write_budget_left",
+            "Share of the write budget that may be spent now: at 1 each block is saved, below 0.25 "
+            "those used four times, at 0 none. 1 without a budget.",
+        ),
+    ] = 1.0
     lookup_seconds: Annotated[float, _STORE_SECONDS(operation="lookup")]
     load_seconds: Annotated[float, _STORE_SECONDS(operation="load")]
     save_seconds: Annotated[float, _STORE_SECONDS(operation="save")]

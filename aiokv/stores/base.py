@@ -12,9 +12,10 @@ A store may drop any block at any time. It must never return bytes that were sav
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
+import numpy as np
 
 from aiokv.base.groups import ATTENTION, STATE
 from aiokv.errors import StoreError
@@ -22,8 +23,8 @@ from aiokv.layout.host_format import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from aiokv.base.statistics import StoreStatistics
@@ -127,6 +128,8 @@ class Store(Protocol):
         verifies_loads: True if ``load`` compares length, key and checksum of the bytes in each
             block by ``_native.copy_objects`` or ``verify_blocks``, and returns ``WRONG`` where they
             differ: the guard then does not read the blocks again.
+        state_folder: folder of the medium that only this process writes to; a write budget keeps
+            its state there. None if there is no such folder.
     """
 
     kind: str
@@ -135,6 +138,7 @@ class Store(Protocol):
     max_lookup_keys: int = 0
     lookup_deadline_seconds: float = 0.25
     verifies_loads: bool = False
+    state_folder: Path | None = None
 
     def for_group(self, group: str) -> Store | None:
         """Return an unopened store for the objects of another group, which have another size, on
@@ -254,3 +258,8 @@ class Store(Protocol):
 def split_keys(keys: bytes) -> list[bytes]:
     """Return the single keys of a batch."""
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+
+
+def selected(keys: bytes, which: NDArray[np.bool_] | NDArray[np.integer[Any]]) -> bytes:
+    """Return some keys of a batch: those of a mask, or of indices."""
+    return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[which].tobytes()

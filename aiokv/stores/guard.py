@@ -21,13 +21,14 @@ from aiokv.base.logs import Log
 from aiokv.base.plan import Priority
 from aiokv.base.statistics import GuardStatistics, StoreStatistics
 from aiokv.errors import AiokvError, ConfigError, StoreError
-from aiokv.stores.base import KEY_BYTES, Result
+from aiokv.stores.base import KEY_BYTES, Result, selected
 from aiokv.stores.breaker import Breaker
 from aiokv.stores.cost import Cost
 from aiokv.stores.guard_statistics import GuardCounts
 from aiokv.stores.opening import Opening
 from aiokv.stores.options import without_user
 from aiokv.stores.slots import Slots
+from aiokv.stores.write_budget import WriteBudget
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -99,22 +100,27 @@ class _Ended(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Durations of the operations of one store.
+    """Durations of the operations of one store, and its write budget, for all groups.
 
     Attributes:
         lookup: cost of lookups.
         load: cost of loads, verification included.
         save: cost of saves that have written blocks.
+        writes: the write budget; None without limits.
     """
 
     lookup: Cost
     load: Cost
     save: Cost
+    writes: WriteBudget | None
 
     @classmethod
-    def new(cls) -> Costs:
+    def new(cls, use: StoreUse) -> Costs:
         """Return costs that were not measured yet."""
-        return cls(Cost(), Cost(), Cost())
+        folder = use.store.state_folder
+        path = None if folder is None else folder / "admission"
+        limits = use.write_limits()
+        return cls(Cost(), Cost(), Cost(), WriteBudget(limits, path) if limits else None)
 
 
 class GuardedLookup:
@@ -193,10 +199,11 @@ class StoreGuard:
         self.is_open = False
         self._counts = GuardCounts()
         self._payload_bytes = 0
+        self._object_bytes = 1
         self._group = ATTENTION
         self._has_logged_wrong = False
         self._has_logged_statistics = False
-        self.costs = Costs.new() if costs is None else costs
+        self.costs = Costs.new(use) if costs is None else costs
         store = use.store
         self._loading = _Way("load", store.load, self.admits_read, self._reads, self.costs.load)
         self._saving = _Way("save", store.save, self._admits_save, self._saves, self.costs.save)
@@ -254,6 +261,8 @@ class StoreGuard:
                 raise StoreError(f"store {self._url} cannot be opened again: it has not closed yet")
         try:
             await self._store.open(memory)
+            if self.costs.writes is not None:
+                await self.costs.writes.open()
         except AiokvError:
             raise
         except ImportError as error:
@@ -264,6 +273,7 @@ class StoreGuard:
     def _note_open(self, memory: StoreMemory, proof: Proof) -> None:
         self._proof = proof
         self._payload_bytes = memory.payload_bytes
+        self._object_bytes = memory.pitch_bytes
         self.is_open = True
         log.info("store.opened", url=self._url, group=self._group)
 
@@ -304,6 +314,8 @@ class StoreGuard:
         """Close the store when attempts to open it, and an earlier close, have ended."""
         await asyncio.wait({opening} if earlier is None else {opening, earlier})
         try:
+            if self.costs.writes is not None:
+                await self.costs.writes.aclose()
             await self._store.aclose()
         except Exception as error:
             log.warning("store.close_failed", url=self._url, reason=_text(error))
@@ -377,10 +389,18 @@ class StoreGuard:
         """
         return await self._move(self._loading, keys, blocks, priority, accesses)
 
+    def admit(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return which blocks the write budget lets be saved, ``[N]``; the others are refused."""
+        if self.costs.writes is None or not self.is_open:
+            return np.ones(len(keys) // KEY_BYTES, np.bool_)
+        admitted = self.costs.writes.admit(keys, self._object_bytes, _now())
+        self._counts.refused_blocks += int(np.count_nonzero(~admitted))
+        return admitted
+
     async def save(
         self, keys: bytes, blocks: NDArray[np.int32], accesses: Accesses | None = None
     ) -> StoreResults:
-        """Store the sealed object in host block ``blocks[i]``.
+        """Store the sealed object in host block ``blocks[i]``, which ``admit`` has admitted.
 
         Args:
             keys: one per block.
@@ -389,7 +409,11 @@ class StoreGuard:
 
         Cancellation: the store's save is cancelled; see ``accesses`` for its end.
         """
-        return await self._move(self._saving, keys, blocks, Priority.BACKUP, accesses)
+        reply = await self._move(self._saving, keys, blocks, Priority.BACKUP, accesses)
+        if self.costs.writes is not None and reply.overdue is None:
+            unwritten = int(np.count_nonzero(reply.results != Result.DONE))
+            self.costs.writes.refund(unwritten * self._object_bytes)
+        return reply
 
     async def _move(
         self,
@@ -467,11 +491,11 @@ class StoreGuard:
         loaded = np.flatnonzero(results == Result.DONE)
         results = results.copy()
         if len(loaded) and self._proof is not None and not self._store.verifies_loads:
-            loaded_keys = _selected(keys, loaded)
+            loaded_keys = selected(keys, loaded)
             results[loaded] = await self._proof.verify(loaded_keys, blocks[loaded], accesses)
         wrong = np.flatnonzero(results == Result.WRONG)
         if len(wrong):
-            wrong_keys = _selected(keys, wrong)
+            wrong_keys = selected(keys, wrong)
             if not self._has_logged_wrong:
                 self._has_logged_wrong = True
                 log.warning(
@@ -684,6 +708,7 @@ class StoreGuard:
             saved_bytes=counts.saved_blocks * self._payload_bytes,
             running=len(self._running),
             overdue=len(self._overdue),
+            write_budget_left=1.0 if self.costs.writes is None else self.costs.writes.left,
             lookup_seconds=self.costs.lookup.latency_seconds,
             load_seconds=self.costs.load.latency_seconds,
             load_bytes_per_second=self.costs.load.bytes_per_second,
@@ -728,11 +753,6 @@ def _array(
     if dtype is np.uint8 and length and int(array.max()) > largest:
         return None, f"a result is {int(array.max())}; the largest is {largest}"
     return array, ""
-
-
-def _selected(keys: bytes, indices: NDArray[np.intp]) -> bytes:
-    """Return some keys of a batch."""
-    return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[indices].tobytes()
 
 
 def _now() -> float:

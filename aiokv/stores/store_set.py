@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from aiokv.stores.base import KEY_BYTES, Result
-from aiokv.stores.guard import Costs, StoreGuard
+from aiokv.stores.base import KEY_BYTES, Result, selected, split_keys
+from aiokv.stores.guard import Costs, StoreGuard, StoreResults
 from aiokv.stores.proof import Proof, derive_keys
 from aiokv.stores.search import KeySearch, PrefixSearch
 from aiokv.stores.use import StoreUse
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from aiokv.base.statistics import GuardStatistics
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
-    from aiokv.stores.guard import GuardedLookup, StoreResults
+    from aiokv.stores.guard import GuardedLookup
     from aiokv.stores.search import Search
 
 REMEMBERED_LOOKUPS: Final = 256
+REMEMBERED_REFUSALS: Final = 1 << 16
 SEARCHED_LOOKUPS: Final = 8  # for a key that is not their first: 0.01 ms per 1,000 keys of each
 
 
@@ -113,12 +114,14 @@ class StoreSet:
         self, stores: Sequence[Store | StoreUse], costs: Sequence[Costs] | None = None
     ) -> None:
         uses = [store if isinstance(store, StoreUse) else StoreUse(store) for store in stores]
-        self.costs = [Costs.new() for _ in uses] if costs is None else costs
+        self.costs = [Costs.new(use) for use in uses] if costs is None else costs
         self._guards = list(map(StoreGuard, uses, self.costs))
         self._reads = np.array([use.read for use in uses], np.bool_)
         self._fingerprint = b""
         self._payload_bytes = 0
         self._proof: Proof | None = None
+        self._limited = np.array([costs.writes is not None for costs in self.costs], np.bool_)
+        self._refused = _Refused()
         self._lookups = _Lookups()
         self._asking: set[asyncio.Task[NDArray[np.bool_] | None]] = set()
 
@@ -377,10 +380,14 @@ class StoreSet:
         results = np.full(plan.num_blocks, Result.FAILED, np.uint8)
         if self._proof is None:
             return Saved(results.tobytes())
-        keys = derive_keys(self._fingerprint, plan.digests)
-        blocks = plan.source_ids
-        await self._proof.seal(keys, blocks, accesses)
-        replies = await _all_of([guard.save(keys, blocks, accesses) for guard in self._guards])
+        keys, blocks = derive_keys(self._fingerprint, plan.digests), plan.source_ids
+        admitted = np.array([guard.admit(keys) for guard in self._guards], np.bool_)
+        is_refused = np.asarray(~admitted.all(axis=0))
+        self._refused.skip(keys, admitted, self._limited)
+        used = np.flatnonzero(admitted.any(axis=0))
+        await self._proof.seal(selected(keys, used), blocks[used], accesses)
+        saves = zip(self._guards, admitted, strict=True)
+        replies = await _all_of([_save(guard, keys, blocks, m, accesses) for guard, m in saves])
         for reply in replies:
             results[reply.results == Result.REFUSED] = np.minimum(
                 results[reply.results == Result.REFUSED], Result.REFUSED
@@ -389,6 +396,8 @@ class StoreSet:
         for reply in replies:
             results[np.isin(reply.results, (Result.DONE, Result.PRESENT))] = Result.DONE
             written |= reply.results == Result.DONE
+        self._refused.note(keys, is_refused, results)
+        results[is_refused] = Result.REFUSED  # offered again, for the write budget
         overdue = tuple(reply.overdue for reply in replies if reply.overdue is not None)
         return Saved(results.tobytes(), overdue, int(np.count_nonzero(written)))
 
@@ -516,6 +525,30 @@ class _Lookups:
         return b"", np.zeros((0, 0), np.bool_)
 
 
+class _Refused:
+    """Blocks that a write budget has refused, and that other stores have. They are offered again,
+    and not saved again to the other stores."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, None] = {}
+
+    def skip(self, keys: bytes, admitted: NDArray[np.bool_], limited: NDArray[np.bool_]) -> None:
+        """Clear in ``admitted``, ``[stores, N]``, what stores without a limit have already."""
+        if self._keys:
+            again = np.array([key in self._keys for key in split_keys(keys)], np.bool_)
+            admitted &= limited[:, None] | ~again
+
+    def note(self, keys: bytes, is_refused: NDArray[np.bool_], results: NDArray[np.uint8]) -> None:
+        """Note the results of a save in the stores without a limit."""
+        for i, key in enumerate(split_keys(keys)):
+            if not is_refused[i]:
+                self._keys.pop(key, None)
+            elif results[i] == Result.DONE:
+                self._keys[key] = None
+        while len(self._keys) > REMEMBERED_REFUSALS:
+            del self._keys[next(iter(self._keys))]
+
+
 def _first_holders(guards: Sequence[StoreGuard], holders: NDArray[np.bool_]) -> NDArray[np.intp]:
     """Return for each object the first store that has it; stores that are late come last.
 
@@ -526,6 +559,22 @@ def _first_holders(guards: Sequence[StoreGuard], holders: NDArray[np.bool_]) -> 
     order = np.array(sorted(range(len(guards)), key=lambda i: guards[i].is_late()), np.intp)
     first: NDArray[np.intp] = order[holders[order].argmax(axis=0)]
     return first
+
+
+async def _save(
+    guard: StoreGuard,
+    keys: bytes,
+    blocks: NDArray[np.int32],
+    admitted: NDArray[np.bool_],
+    accesses: Accesses | None,
+) -> StoreResults:
+    """Save the admitted blocks to a store; the others are ``REFUSED``."""
+    results = np.full(len(blocks), Result.REFUSED, np.uint8)
+    if not admitted.any():
+        return StoreResults(results)
+    reply = await guard.save(selected(keys, admitted), blocks[admitted], accesses)
+    results[admitted] = reply.results
+    return StoreResults(results, reply.overdue)
 
 
 async def _all_of(calls: list[Any]) -> list[StoreResults]:

@@ -2,8 +2,9 @@
 
 ``host:///run/aiokv/host.sock``, ``disk:/nvme/kv?bytes=400GiB``, ``redis://host:6379/0``,
 ``mooncake://host:50051``, ``s3://bucket/prefix``, ``directory:/mnt/shared/kv``. The options
-``read``, ``save``, ``required``, ``deadline``, ``lookup_deadline`` and ``retry`` (see
-:class:`StoreUse`) apply to all kinds; the other options are arguments of one kind.
+``read``, ``save``, ``required``, ``deadline``, ``lookup_deadline``, ``retry``,
+``write_bytes_per_day`` and ``write_bytes_per_second`` (see :class:`StoreUse`) apply to all kinds;
+the other options are arguments of one kind.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 
 from aiokv.base import checks
 from aiokv.errors import ConfigError
-from aiokv.stores.options import parse_flag, parted_url, url_options
+from aiokv.stores.options import parse_bytes, parse_flag, parted_url, url_options
 from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ _USE_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
     "deadline": _seconds,
     "lookup_deadline": _seconds,
     "retry": _seconds,
+    "write_bytes_per_day": parse_bytes,
+    "write_bytes_per_second": parse_bytes,
 }
 _FIELDS: Final = {name: f"{name}_seconds" for name in ("deadline", "lookup_deadline", "retry")}
 

@@ -8,6 +8,7 @@ from typing import Final
 from aiokv.base import checks
 from aiokv.errors import ConfigError
 from aiokv.stores.base import Store  # noqa: TC001  (get_type_hints needs it)
+from aiokv.stores.options import parse_bytes
 
 RETRY_SECONDS: Final = 10.0
 _METHODS: Final = (
@@ -48,6 +49,11 @@ class StoreUse:
             engine starts without a store whose disk or server fails, or that takes longer than
             ``deadline_seconds``, and tries again to open the store. A store that is configured
             wrongly ends the start in both cases.
+        write_bytes_per_day: limit of the bytes written to the store in any 24 hours, such as
+            ``"1TB"``; one block more may be written. None for no limit. The less of it is left, the
+            more often a block must have been used before it is saved: once to four times. A disk
+            store keeps the count of uses and the rest of the day over a restart.
+        write_bytes_per_second: the same for the mean of any minute.
 
     Raises:
         ConfigError: a value is out of range, or ``store`` is not a store.
@@ -60,6 +66,8 @@ class StoreUse:
     lookup_deadline_seconds: float | None = None
     retry_seconds: float = RETRY_SECONDS
     required: bool = False
+    write_bytes_per_day: int | str | None = None
+    write_bytes_per_second: int | str | None = None
 
     def __post_init__(self) -> None:
         if any(not callable(getattr(self.store, method, None)) for method in _METHODS):
@@ -76,6 +84,20 @@ class StoreUse:
         checks.positive("retry_seconds", self.retry_seconds, ConfigError)
         if not self.read and not self.save:
             raise ConfigError(f"store {self.store.url}: read and save are both False")
+        self.write_limits()
+
+    def write_limits(self) -> list[tuple[int, float]]:
+        """Return the limits of writes: bytes, and the seconds that they are for.
+
+        Raises:
+            ConfigError: a limit is no positive size.
+        """
+        limits = []
+        if self.write_bytes_per_day is not None:
+            limits.append((parse_bytes(self.write_bytes_per_day), 86_400.0))
+        if self.write_bytes_per_second is not None:
+            limits.append((60 * parse_bytes(self.write_bytes_per_second), 60.0))
+        return limits
 
     @property
     def lookup_seconds(self) -> float:

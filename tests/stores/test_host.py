@@ -375,6 +375,28 @@ async def test_objects_beyond_the_memory_and_before_a_kill_are_on_the_disk(
         assert (await store.load(keys_of([3]), ids(0))).tolist() == [MISSING]
 
 
+@pytest.mark.asyncio
+async def test_write_budget_below_admits_objects_that_are_used_again(folder: Path) -> None:
+    below = f"disk:{folder / 'disk'}?bytes=64MiB&min_free_bytes=0&write_bytes_per_day={32 * PITCH}"
+    server, blocks = HostServer(folder, f"{8 * PITCH}", below), Blocks()  # a burst of 4 objects
+    server.start()
+    try:
+        async with opened(HostMedium(server), blocks) as store:
+            await save(store, blocks, [0, 1])
+            await eventually(lambda: saved_below(server, 2))
+            await save(store, blocks, [2])  # a half is left: the third use is admitted
+
+            async def is_saved_after_a_use() -> bool:
+                assert (await store.load(keys_of([2]), ids(5))).tolist() == [DONE]
+                return await saved_below(server, 3)
+
+            await eventually(is_saved_after_a_use)
+        assert server.terminate() == 0
+    finally:
+        server.kill()
+    assert (folder / "disk" / "admission").stat().st_mode & 0o777 == 0o640
+
+
 async def saved_below(server: HostServer, count: int) -> bool:
     return sum(counts.saved_below for counts in (await inspect(server.path)).sizes) >= count
 

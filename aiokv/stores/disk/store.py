@@ -94,6 +94,7 @@ class DiskStore(Store):
             else checks.seconds("ttl_seconds", ttl_seconds, error=ConfigError, minimum=0)
         )
         self._volume = Volume(folder) if volume is None else volume
+        self.state_folder = self._volume.path
         self._open: OpenStore | None = None
         self._closing: asyncio.Future[None] | None = None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aiokv.base.logs import Log
-from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.base import KEY_BYTES, selected
 from aiokv.stores.host.messages import (
     NO_SLOT,
     Load,
@@ -20,7 +20,6 @@ from aiokv.stores.host.messages import (
     Reply,
     Save,
 )
-from aiokv.stores.host.pools import selected
 from aiokv.stores.waiting import all_ended
 from aiokv.wire.frames import ProtocolError
 
@@ -160,6 +159,8 @@ class Attachment:
         slots = self.pool.table.pin(keys)
         missing = np.flatnonzero(slots < 0)
         self._pinned[number] = slots[slots >= 0]
+        if self._below is not None:
+            self._below.note_use(selected(keys, slots >= 0))
         if self._below is not None and len(missing):
             others = selected(keys, missing)
             await self._below.fetch(others)

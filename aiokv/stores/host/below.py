@@ -17,14 +17,14 @@ import numpy as np
 
 from aiokv.base.logs import Log
 from aiokv.errors import InternalError
-from aiokv.stores.base import KEY_BYTES, Result, StoreMemory, split_keys
+from aiokv.stores.base import KEY_BYTES, Result, StoreMemory, selected, split_keys
 from aiokv.stores.guard import StoreGuard
-from aiokv.stores.host.pools import selected
 from aiokv.stores.proof import Proof
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aiokv.stores.guard import Costs
     from aiokv.stores.host.pools import SlotPool, SlotPools
     from aiokv.stores.threads import StoreThreads
     from aiokv.stores.use import StoreUse
@@ -45,6 +45,7 @@ class Below:
         pools: reserves the slots of loaded objects.
         threads: copy objects.
         share: part of the limit of the store that the objects may take.
+        costs: those of the store, for all pools.
 
     Attributes:
         saved_blocks: objects that were saved.
@@ -59,13 +60,14 @@ class Below:
         pools: SlotPools,
         threads: StoreThreads,
         share: float,
+        costs: Costs | None,
     ) -> None:
         self.saved_blocks = self.loaded_blocks = self.dropped_blocks = 0
         part = use.store.for_group(f"{pool.payload_bytes}-{pool.pitch_bytes}")
         if part is None:
             raise InternalError(f"{use.store.url} takes objects of one group")
         self._store = part
-        self._guard = StoreGuard(replace(use, store=self._store))
+        self._guard = StoreGuard(replace(use, store=self._store), costs)
         self._pool = pool
         self._pools = pools
         self._threads = threads
@@ -77,6 +79,7 @@ class Below:
         self._loading = asyncio.Lock()
         self._saving = asyncio.Lock()
         self._queue: dict[bytes, None] = {}  # keys to save, in order
+        self._refused: dict[bytes, None] = {}  # by the write budget
         self._queued = asyncio.Event()
         self._is_closing = False
         self._saver: asyncio.Task[None] | None = None
@@ -162,6 +165,14 @@ class Below:
                 self._queue[key] = None
         self._queued.set()
 
+    def note_use(self, keys: bytes) -> None:
+        """Queue the objects of a load that the write budget has refused before."""
+        if self._refused:
+            again = [key for key in split_keys(keys) if key in self._refused]
+            for key in again:
+                del self._refused[key]
+            self.save_soon(b"".join(again))
+
     async def _run_saves(self) -> None:
         while self._queue or not self._is_closing:
             if not self._queue:
@@ -175,6 +186,10 @@ class Below:
                 await self._save(b"".join(first))
 
     async def _save(self, keys: bytes) -> None:
+        admitted = self._guard.admit(keys)
+        for key in split_keys(selected(keys, ~admitted))[: _MAX_QUEUED - len(self._refused)]:
+            self._refused[key] = None
+        keys = selected(keys, admitted)
         slots = self._pool.table.pin(keys)
         keys, slots = selected(keys, slots >= 0), slots[slots >= 0]
         blocks = self._save_blocks[: len(slots)]

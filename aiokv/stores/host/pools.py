@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from aiokv._native import SlotTable
-from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.base import KEY_BYTES, selected
 from aiokv.stores.host.messages import NO_SLOT, PRESENT, Counts
 from aiokv.stores.host.shared_memory import SharedMemory
 
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ALL: Final = 1 << 62
-
-
-def selected(keys: bytes, which: NDArray[np.bool_] | NDArray[np.int64]) -> bytes:
-    """Return some of the keys of a batch."""
-    return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[which].tobytes()
 
 
 class SlotPool:

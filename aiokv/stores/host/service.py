@@ -21,6 +21,7 @@ from aiokv.base.logs import Log
 from aiokv.errors import AiokvError, ConfigError, StoreError
 from aiokv.layout.host_format import STORE_ALIGNMENT_BYTES, TRAILER_BYTES
 from aiokv.stores.disk.store import DiskStore
+from aiokv.stores.guard import Costs
 from aiokv.stores.host.attachment import Attachment
 from aiokv.stores.host.below import Below
 from aiokv.stores.host.messages import (
@@ -71,6 +72,7 @@ class HostService:
         self._path = path
         self._pools = SlotPools(capacity_bytes)
         self._below_use = below
+        self._costs = None if below is None else Costs.new(below)
         self._below: dict[tuple[int, int], asyncio.Task[Below]] = {}
         self._threads = StoreThreads("host", _THREADS)
         self._limits = WireLimits()
@@ -182,7 +184,9 @@ class HostService:
         below = None
         if self._below_use is not None:
             if size not in self._below or _failed(self._below[size]):
-                below = Below(self._below_use, pool, self._pools, self._threads, hello.share)
+                below = Below(
+                    self._below_use, pool, self._pools, self._threads, hello.share, self._costs
+                )
                 self._below[size] = asyncio.create_task(below.opened())
             below = await asyncio.shield(self._below[size])
         return Attachment(pool, self._pools, below, self._threads, hello.share, counts, self._purge)

@@ -12,10 +12,9 @@ import numpy as np
 from aiokv.base import checks
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import KEY_BYTES, Result, Store
+from aiokv.stores.base import KEY_BYTES, Result, Store, selected
 from aiokv.stores.host.link import attach
 from aiokv.stores.host.messages import PRESENT, Load, Lookup, Publish, Purge, Remove, Save
-from aiokv.stores.host.pools import selected
 from aiokv.stores.options import store_path, url_options, url_path
 from aiokv.stores.threads import StoreThreads
 from aiokv.wire.unix import check_length

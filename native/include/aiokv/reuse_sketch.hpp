@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "aiokv/digest.hpp"
@@ -26,6 +27,10 @@ class ReuseSketch {
     std::uint32_t count(const Digest& digest);
 
     std::size_t bytes() const { return counters_.size(); }
+    // State of the sketch, to restore it in another process.
+    std::span<const std::uint8_t> counters() const { return counters_; }
+    // Replaces the state by that of a sketch of the same size. Throws UsageError for another size.
+    void restore(std::span<const std::uint8_t> counters);
 
   private:
     void age();

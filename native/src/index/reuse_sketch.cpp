@@ -4,6 +4,9 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <string>
+
+#include "aiokv/error.hpp"
 
 namespace aiokv {
 namespace {
@@ -38,6 +41,14 @@ std::uint32_t ReuseSketch::count(const Digest& digest) {
     }
     if (++offers_ == period_) age();
     return (least + kOffer - 1) / kOffer;
+}
+
+void ReuseSketch::restore(std::span<const std::uint8_t> counters) {
+    if (counters.size() != counters_.size()) {
+        throw UsageError("restore: " + std::to_string(counters.size()) + " counters for " +
+                         std::to_string(counters_.size()));
+    }
+    std::copy(counters.begin(), counters.end(), counters_.begin());
 }
 
 void ReuseSketch::age() {

@@ -10,6 +10,7 @@
 #include "aiokv/error.hpp"
 #include "aiokv/journal_record.hpp"
 #include "aiokv/journal_replay.hpp"
+#include "aiokv/reuse_sketch.hpp"
 #include "aiokv/slot_table.hpp"
 #include "bindings.hpp"
 
@@ -54,6 +55,14 @@ NewSlots new_slots(const std::vector<std::int32_t>& slots) {
     auto data = std::make_unique<std::int32_t[]>(slots.size() + 1);
     std::copy(slots.begin(), slots.end(), data.get());
     return array_of<NewSlots>(std::move(data), slots.size());
+}
+
+NewSlots count_offers(ReuseSketch& sketch, const nb::bytes& keys) {
+    std::vector<std::int32_t> counts;
+    for (const StoreKey& key : keys_of(keys)) {
+        counts.push_back(static_cast<std::int32_t>(sketch.count(key)));
+    }
+    return new_slots(counts);
 }
 
 nb::bytes record_bytes(const std::vector<JournalRecord>& records) {
@@ -241,6 +250,24 @@ void bind_replay(nb::module_& m) {
 void bind_store(nb::module_& m) {
     bind_table(m);
     bind_replay(m);
+    nb::class_<ReuseSketch>(m, "ReuseSketch", "Approximate number of recent offers of each key.")
+        .def(nb::init<std::uint64_t, std::uint32_t>(), "period"_a, "most"_a)
+        .def("count", &count_offers, "keys"_a,
+             "Count an offer of each key; return the number of its earlier offers, up to `most`, "
+             "[N] int32.")
+        .def(
+            "counters",
+            [](const ReuseSketch& sketch) {
+                return nb::bytes(sketch.counters().data(), sketch.bytes());
+            },
+            "Return the state, for restore().")
+        .def(
+            "restore",
+            [](ReuseSketch& sketch, const nb::bytes& counters) {
+                sketch.restore(
+                    {static_cast<const std::uint8_t*>(counters.data()), counters.size()});
+            },
+            "counters"_a, "Replace the state by that of a sketch of the same size.");
     m.def("add_records", &add_records, "keys"_a, "slots"_a, "seconds"_a,
           "Return records that add the keys, without checksums.");
     m.def(

@@ -1,0 +1,189 @@
+"""WriteBudget: which blocks a store with limited writes gets."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from aiokv.errors import ConfigError
+from aiokv.stores import StoreUse, stores_from
+from aiokv.stores.base import Result
+from aiokv.stores.proof import derive_keys
+from aiokv.stores.write_budget import MOST_OFFERS, WriteBudget
+from aiokv.testing import ScriptedStore
+from tests.stores.conformance import eventually
+from tests.unit.store_memory import Arena, digests
+from tests.unit.test_store_set import FINGERPRINT, Stores
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DAY = 86_400.0
+PITCH_BYTES = Arena().memory.pitch_bytes
+DONE, REFUSED = int(Result.DONE), int(Result.REFUSED)
+
+
+def keys_of(*numbers: int) -> bytes:
+    return b"".join(hashlib.sha256(b"%d" % number).digest() for number in numbers)
+
+
+def test_no_day_has_more_bytes_than_the_budget_and_one_block():
+    rng = np.random.default_rng(7)
+    budget = WriteBudget([(10_000, DAY)])
+    now, writes = 0.0, []
+    for _ in range(4_000):
+        now += float(rng.choice((1.0, 60.0, 600.0, 20_000.0), p=(0.5, 0.3, 0.19, 0.01)))
+        offered = rng.choice(5_000, 8, replace=False).tolist()
+        writes += [now] * int(budget.admit(keys_of(*offered), 16, now).sum())
+    times = np.array(writes)
+    per_day = np.searchsorted(times, times + DAY) - np.arange(len(times))
+    assert 16 * per_day.max() <= 10_000 + 16
+    assert 16 * len(times) > 0.6 * 10_000 * (now / DAY)  # and hardly less, because there is demand
+
+
+def test_the_mean_of_a_minute_is_limited_too():
+    budget = WriteBudget([(60_000, 60.0), (1_000_000, DAY)])
+    written = sum(int(budget.admit(keys_of(i), 100, i * 0.01).sum()) for i in range(6_000))
+    assert 30_000 < 100 * written <= 60_000
+
+
+def test_blocks_need_more_offers_the_less_of_the_budget_is_left():
+    budget = WriteBudget([(8_000, DAY)])  # a burst of 10 blocks of 100 bytes
+    needed = []
+    for number in range(10):
+        needed.append(budget.needed_offers)
+        offers = 0
+        while not budget.admit(keys_of(number), 100, 0.0)[0]:
+            offers += 1
+        assert offers + 1 == needed[-1]
+    assert needed == sorted(needed)
+    assert (needed[0], needed[-1]) == (1, MOST_OFFERS)
+    assert not any(budget.admit(keys_of(11), 100, 0.0)[0] for _ in range(10))
+    assert budget.left == 0
+    assert budget.admit(keys_of(11), 100, DAY / 8)[0]
+
+
+def test_bytes_that_were_not_written_are_given_back():
+    budget = WriteBudget([(8_000, DAY)])
+    assert budget.admit(keys_of(*range(12)), 100, 0.0).sum() == 10
+    budget.refund(300)
+    assert budget.left == pytest.approx(0.3)
+    budget.refund(10_000)
+    assert budget.left == 1.0
+
+
+@pytest.mark.asyncio
+async def test_offers_and_the_rest_of_the_day_survive_a_restart(tmp_path: Path):
+    path, now = tmp_path / "kv" / "admission", 1e9
+    budget = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    await budget.open()
+    assert budget.admit(keys_of(*range(100)), 10_000_000, 0.0).all()
+    left = budget.left
+    assert 0 < left < 0.25
+    assert not budget.admit(keys_of(200), 10_000_000, 0.0)[0]
+    await budget.aclose()
+    restarted = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    await restarted.open()
+    assert restarted.left == pytest.approx(left, abs=0.001)
+    offers = 2
+    while not restarted.admit(keys_of(200), 10_000_000, 0.0)[0]:
+        offers += 1
+    assert offers == MOST_OFFERS
+    await restarted.aclose()
+    now += DAY
+    later = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    await later.open()
+    assert later.left == 1.0
+    now -= 2 * DAY  # the clock of the system was set back
+    await later.aclose()
+    now += DAY
+    await (back := WriteBudget([(8 << 30, DAY)], path, lambda: now)).open()
+    assert back.left <= 1.0
+
+
+@pytest.mark.asyncio
+async def test_a_crash_costs_a_part_of_the_budget_and_never_adds_to_it(tmp_path: Path):
+    path, now = tmp_path / "admission", 1e9
+    killed = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    await killed.open()
+    for number in range(20):  # no aclose
+        killed.admit(keys_of(number), 10_000_000, 0.0)
+        await asyncio.sleep(0)
+
+    async def is_written() -> bool:
+        return path.exists()
+
+    await eventually(is_written)
+    restarted = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    await restarted.open()
+    assert 0 < restarted.left < killed.left
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "folder"])
+async def test_a_damaged_file_counts_as_a_budget_that_is_spent(tmp_path: Path, damage: str):
+    path = tmp_path / "admission"
+    budget = WriteBudget([(8_000_000, DAY)], path, lambda: 1e9)
+    await budget.open()
+    budget.admit(keys_of(1), 100, 0.0)
+    await budget.aclose()
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes({"flipped": bytes(data), "cut": bytes(data[:30]), "empty": b""}[damage])
+    again = WriteBudget([(8_000_000, DAY)], path, lambda: 1e9)
+    await again.open()
+    assert again.left == 0
+    assert not again.admit(keys_of(2), 100, 0.0)[0]
+    await again.aclose()  # writes a good file, if it can
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+async def test_a_refused_block_is_offered_again_and_other_stores_are_not_asked_again():
+    disk, other = ScriptedStore("disk"), ScriptedStore("other")
+    burst = 4 * PITCH_BYTES
+    async with Stores(StoreUse(disk, write_bytes_per_day=8 * burst), other) as s:
+        assert await s.save(0, 1, 2, 3) == [DONE] * 4  # the whole burst
+        assert await s.save(4, 5) == [REFUSED] * 2
+        assert len(other.objects) == 6
+        assert await s.save(4, 5) == [REFUSED] * 2
+        assert (disk.calls["save"], other.calls["save"]) == (1, 2)
+        (guard, _) = s.set.statistics()
+        assert (guard.refused_blocks, guard.write_budget_left) == (4, 0.0)
+        s.set.costs[0].writes.refund(4 * PITCH_BYTES)
+        assert await s.save(4, 5) == [DONE] * 2
+        assert len(disk.objects) == 6
+        assert await s.lookup(4, 5) == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+async def test_failed_and_present_blocks_cost_no_budget():
+    disk = ScriptedStore("disk", keeps_objects=True)
+    async with Stores(StoreUse(disk, write_bytes_per_day=32 * PITCH_BYTES)) as s:
+        disk.objects[derive_keys(FINGERPRINT, digests([1]))] = b""
+        assert await s.save(1) == [DONE]
+        disk.fail("save")
+        await s.save(2)
+        (guard,) = s.set.statistics()
+        assert guard.write_budget_left == 1.0
+
+
+def test_limits_come_from_a_url():
+    (use,) = stores_from(
+        ["disk:/nvme/kv?bytes=1GiB&write_bytes_per_day=1TB&write_bytes_per_second=200MB"]
+    )
+    assert use.write_limits() == [(10**12, DAY), (60 * 200 * 10**6, 60.0)]
+
+
+def test_a_limit_must_be_a_positive_size():
+    with pytest.raises(ConfigError, match="size is 0; it must be a positive number of bytes"):
+        StoreUse(ScriptedStore(), write_bytes_per_day=0)
