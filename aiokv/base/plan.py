@@ -127,6 +127,8 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
+        follows: for saves, one byte per block: 1 if it is the next block of the prompt behind the
+            block before it in the plan; empty for other routes.
         peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
         first_range: first range of layers that ``SEND`` moves, as the worker numbers them.
         end_range: end of the ranges; 0 when each block moves as a whole.
@@ -143,6 +145,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = Priority.DEMAND
     after_step: int = 0
     digests: bytes = b""
+    follows: bytes = b""
     peer: bytes = b""
     first_range: int = 0
     end_range: int = 0

@@ -150,7 +150,7 @@ class PlanMaker:
             route: ``FETCH`` or ``SAVE``.
             priority: priority of the plan.
         """
-        group, host_blocks, digests = self._core.store_transfer(transfer_id)
+        group, host_blocks, digests, follows = self._core.store_transfer(transfer_id)
         indices = id_bytes(np.arange(len(host_blocks) // ID_DTYPE.itemsize))
         fetches = route == FETCH
         return TransferPlan(
@@ -161,6 +161,7 @@ class PlanMaker:
             target_blocks=host_blocks if fetches else indices,
             priority=priority,
             digests=digests,
+            follows=follows,
         )
 
     def peer(self, transfer_id: int) -> TransferPlan:

@@ -125,6 +125,8 @@ class Store(Protocol):
             which find the end of a prefix by bisection; see :mod:`aiokv.stores.search`. 0 for a
             store whose calls take any number of keys.
         lookup_deadline_seconds: default of ``StoreUse.lookup_deadline_seconds``.
+        finds_prefixes: True if ``lookup_prefix`` costs less than lookups of the keys: the blocks of
+            a prompt are then looked up by it, after the other stores were asked.
         verifies_loads: True if ``load`` compares length, key and checksum of the bytes in each
             block by ``_native.copy_objects`` or ``verify_blocks``, and returns ``WRONG`` where they
             differ: the guard then does not read the blocks again.
@@ -137,6 +139,7 @@ class Store(Protocol):
     max_concurrent: int
     max_lookup_keys: int = 0
     lookup_deadline_seconds: float = 0.25
+    finds_prefixes: bool = False
     verifies_loads: bool = False
     state_folder: Path | None = None
 
@@ -173,6 +176,13 @@ class Store(Protocol):
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has it, ``[N]`` bool."""
 
+    async def lookup_prefix(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return for each of consecutive blocks of a prompt whether the store has it, ``[N]`` bool.
+
+        Keys behind the first one that is missing may count as missing. The default looks up each.
+        """
+        return await self.lookup(keys)
+
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Read object ``i`` into host block ``blocks[i]``; return ``[N]`` uint8 ``Result``.
 
@@ -184,6 +194,19 @@ class Store(Protocol):
 
         After ``DONE`` and ``PRESENT`` the object is found with the same bytes, or not at all (I10).
         """
+
+    async def save_chains(
+        self, keys: bytes, blocks: NDArray[np.int32], follows: NDArray[np.bool_]
+    ) -> NDArray[np.uint8]:
+        """Store objects as ``save`` does, and may store consecutive blocks together.
+
+        Args:
+            keys: one per block.
+            blocks: host blocks.
+            follows: ``[N]``, True where the block is the next one of a prompt behind the block
+                before it in the batch.
+        """
+        return await self.save(keys, blocks)
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
         """Remove objects; return ``[N]`` uint8 ``Result``. Keys that are missing are ``DONE``.

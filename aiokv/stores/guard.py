@@ -74,7 +74,7 @@ class _Way(NamedTuple):
     """
 
     operation: Literal["load", "save"]
-    call: Callable[[bytes, NDArray[np.int32]], Awaitable[Any]]
+    call: Callable[..., Awaitable[Any]]
     admits: Callable[[], bool]
     breaker: Breaker
     cost: Cost
@@ -206,7 +206,9 @@ class StoreGuard:
         self.costs = Costs.new(use) if costs is None else costs
         store = use.store
         self._loading = _Way("load", store.load, self.admits_read, self._reads, self.costs.load)
-        self._saving = _Way("save", store.save, self._admits_save, self._saves, self.costs.save)
+        self._saving = _Way(
+            "save", store.save_chains, self._admits_save, self._saves, self.costs.save
+        )
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -331,9 +333,10 @@ class StoreGuard:
 
     # --- operations -------------------------------------------------------------------------------
 
-    def begin_lookup(self) -> GuardedLookup:
-        """Return a lookup with the deadline of the store."""
-        return GuardedLookup(self._look_up, self.use.lookup_seconds)
+    def begin_lookup(self, *, of_prefix: bool = False) -> GuardedLookup:
+        """Return a lookup with the deadline of the store: of any keys, or of a prompt's blocks."""
+        lookup = self._store.lookup_prefix if of_prefix else self._store.lookup
+        return GuardedLookup(partial(self._look_up, lookup), self.use.lookup_seconds)
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has it, ``[N]`` bool; all False without an answer.
@@ -343,19 +346,23 @@ class StoreGuard:
         found = await self.begin_lookup().ask(keys)
         return np.zeros(len(keys) // KEY_BYTES, np.bool_) if found is None else found
 
-    async def _look_up(self, keys: bytes, limit: _Limit) -> NDArray[np.bool_] | None:
+    async def _look_up(
+        self, lookup: Callable[[bytes], Awaitable[Any]], keys: bytes, limit: _Limit
+    ) -> NDArray[np.bool_] | None:
         if not keys or not self.admits_read():
             return None
-        task = self._spawn(self._call_lookup(keys, limit))
+        task = self._spawn(self._call_lookup(lookup, keys, limit))
         await asyncio.wait({task})
         return None if task.cancelled() else task.result()
 
-    async def _call_lookup(self, keys: bytes, limit: _Limit) -> NDArray[np.bool_] | None:
+    async def _call_lookup(
+        self, lookup: Callable[[bytes], Awaitable[Any]], keys: bytes, limit: _Limit
+    ) -> NDArray[np.bool_] | None:
         num_keys = len(keys) // KEY_BYTES
         self._counts.lookups += 1
         self._counts.lookup_keys += num_keys
         began = _now()
-        call = partial(self._store.lookup, keys)
+        call = partial(lookup, keys)
         ended, _ = await self._run(
             "lookup", call, self._lookup_slots, self._reads, limit, Priority.DEMAND
         )
@@ -398,7 +405,11 @@ class StoreGuard:
         return admitted
 
     async def save(
-        self, keys: bytes, blocks: NDArray[np.int32], accesses: Accesses | None = None
+        self,
+        keys: bytes,
+        blocks: NDArray[np.int32],
+        accesses: Accesses | None = None,
+        follows: NDArray[np.bool_] | None = None,
     ) -> StoreResults:
         """Store the sealed object in host block ``blocks[i]``, which ``admit`` has admitted.
 
@@ -406,10 +417,13 @@ class StoreGuard:
             keys: one per block.
             blocks: host blocks.
             accesses: as for ``load``.
+            follows: see ``Store.save_chains``; None if no block follows another one.
 
         Cancellation: the store's save is cancelled; see ``accesses`` for its end.
         """
-        reply = await self._move(self._saving, keys, blocks, Priority.BACKUP, accesses)
+        if follows is None:
+            follows = np.zeros(len(blocks), np.bool_)
+        reply = await self._move(self._saving, keys, blocks, Priority.BACKUP, accesses, follows)
         if self.costs.writes is not None and reply.overdue is None:
             unwritten = int(np.count_nonzero(reply.results != Result.DONE))
             self.costs.writes.refund(unwritten * self._object_bytes)
@@ -422,12 +436,15 @@ class StoreGuard:
         blocks: NDArray[np.int32],
         priority: int,
         accesses: Accesses | None,
+        *arrays: NDArray[np.bool_],
     ) -> StoreResults:
         """Load or save blocks, one operation of the store per part."""
         results = np.full(len(blocks), Result.FAILED, np.uint8)
         batch = way.cost.begin(len(blocks) * self._payload_bytes, _now(), len(blocks))
         try:
-            overdue = await self._move_parts(way, keys, blocks, priority, accesses, results, batch)
+            overdue = await self._move_parts(
+                way, keys, (blocks, *arrays), priority, accesses, results, batch
+            )
         finally:
             batch.end()
         return StoreResults(results, overdue)
@@ -436,7 +453,7 @@ class StoreGuard:
         self,
         way: _Way,
         keys: bytes,
-        blocks: NDArray[np.int32],
+        arrays: tuple[NDArray[Any], ...],
         priority: int,
         accesses: Accesses | None,
         results: NDArray[np.uint8],
@@ -444,12 +461,12 @@ class StoreGuard:
     ) -> asyncio.Task[Any] | None:
         """Move the parts until one fails, and write their results; return its overdue task."""
         overdue, num_counted = None, 0
-        for part in self._parts(len(blocks)):
+        for part in self._parts(len(results)):
             if not way.admits():
                 break
             num_bytes = (part.stop - part.start) * self._payload_bytes
             part_keys = keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-            call = partial(way.call, part_keys, blocks[part])
+            call = partial(way.call, part_keys, *(array[part] for array in arrays))
             ended, overdue = await self._run(
                 way.operation, call, self._slots, way.breaker, self._limit(), priority, accesses
             )
@@ -463,7 +480,7 @@ class StoreGuard:
                 way.breaker.fail(way.operation, reason, _now())
                 break
             if way is self._loading:
-                moved = await self._verified(part_keys, blocks[part], moved, accesses)
+                moved = await self._verified(part_keys, arrays[0][part], moved, accesses)
             results[part] = moved
             self._note(way, moved)
             done = int(np.count_nonzero(moved == Result.DONE))

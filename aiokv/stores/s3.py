@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from datetime import timedelta
 from functools import partial
@@ -13,7 +14,9 @@ import numpy as np
 
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.stores.base import KEY_BYTES, Result, Store, StoreMemory, split_keys
+from aiokv.stores.bundles import MAX_HEADER_BYTES, Bundle, BundleIndex, Cuts, PrefixWalk
 from aiokv.stores.labels import KINDS
 from aiokv.stores.options import url_options, url_text, without_query
 from aiokv.stores.threads import StoreThreads
@@ -21,7 +24,7 @@ from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -31,18 +34,24 @@ _THREADS: Final = 8
 _CHUNK_BYTES: Final = 64 << 10
 _LOOKUP_KEYS: Final = 64  # requests of a lookup in flight
 _KEY: Final = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
+_NO_RANGE: Final = ("416", "InvalidRange", "Range Not Satisfiable")
+_TRAILER_KEY: Final = 16  # place of the key in a trailer
 _NO_ROOM: Final = ("507", "StorageFull", "InsufficientStorage", "QuotaExceeded")
 
 
 class S3Store(Store):
-    """Blocks as objects of a bucket: one request per block, over HTTPS.
+    """Blocks as objects of a bucket, over HTTPS. The consecutive blocks of a save are bundled.
+
+    Bundles have 32 MiB on average, and at most 128 blocks: see :mod:`aiokv.stores.bundles`. A save
+    takes two requests per bundle, and a load one. When a block is removed or wrong, its whole
+    bundle is removed. Snapshots of recurrent state and window blocks are single objects.
 
     Credentials come from ``options``, from the environment (``AWS_ACCESS_KEY_ID`` and the like), or
     from the role of the machine. The bucket must exist. Its lifecycle rules remove old objects:
     this store has no limit of its own.
 
-    A lookup sends one request per key, 64 at a time. An engine finds the stored part of a long
-    prompt with few of them: see :mod:`aiokv.stores.search`.
+    A prompt of which nothing is stored costs one request, and a stored prefix one per bundle that
+    this store has not seen lately. Single objects are looked up with one request per key.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
@@ -61,6 +70,7 @@ class S3Store(Store):
     kind: str = "s3"
     max_lookup_keys: int = _LOOKUP_KEYS
     lookup_deadline_seconds: float = 1.0
+    finds_prefixes: bool = True
 
     def __init__(
         self,
@@ -96,8 +106,9 @@ class S3Store(Store):
         self._gate = asyncio.Semaphore(concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = StoreThreads("s3", 1)
-        self._requests = 0
         self._memory: StoreMemory | None = None
+        self._index = BundleIndex(0)
+        self._cuts = Cuts(1)
         self._client: _Client | None = None
 
     @classmethod
@@ -137,6 +148,8 @@ class S3Store(Store):
         self._gate = asyncio.Semaphore(self._concurrency)
         self._threads = StoreThreads("s3", min(_THREADS, self._concurrency))
         self._memory = memory
+        self._index = BundleIndex(memory.num_blocks)
+        self._cuts = Cuts(memory.object_bytes)
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the bucket has an object of the right length.
@@ -145,17 +158,31 @@ class S3Store(Store):
             StoreError: no request was answered, or access is denied.
         """
         client, memory = self._opened()
-        names = _names(keys)
+        wanted = split_keys(keys)
 
         async def ask(index: int) -> int:
-            size = await client.size(names[index])
+            if self._index.find(wanted[index]) is not None:
+                return Result.DONE
+            size = await client.size(_name(wanted[index]))
             return Result.DONE if size == memory.object_bytes else Result.MISSING
 
-        found: NDArray[np.bool_] = await self._all(len(names), ask, _LOOKUP_KEYS) == Result.DONE
+        found: NDArray[np.bool_] = await self._all(len(wanted), ask, _LOOKUP_KEYS) == Result.DONE
         return found
 
+    async def lookup_prefix(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return for each block of a prompt whether it is found; see :class:`Store`.
+
+        Raises:
+            StoreError: as for :meth:`lookup`.
+        """
+        client, _ = self._opened()
+        walk = PrefixWalk(split_keys(keys), self._index, self._cuts, _LOOKUP_KEYS)
+        while asked := walk.next_keys():
+            await self._all(len(asked), partial(self._learn_one, client, asked), _LOOKUP_KEYS)
+        return np.arange(len(keys) // KEY_BYTES) < walk.end
+
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """Read objects into host blocks; see :class:`Store`.
+        """Read objects into host blocks, consecutive ones of a bundle at once; see :class:`Store`.
 
         Raises:
             StoreError: no request was answered, or access is denied.
@@ -163,62 +190,154 @@ class S3Store(Store):
         Cancellation: ends when no thread writes into a block, after ``timeout_seconds`` at most.
         """
         client, memory = self._opened()
-        threads = self._threads
-        names = _names(keys)
+        wanted = split_keys(keys)
+        results = np.full(len(wanted), Result.FAILED, np.uint8)
+        runs = self._index.runs(wanted)
 
         async def get(index: int) -> int:
-            view = memory.object(int(blocks[index]))
-            if memory.object_bytes <= INLINE_BYTES:
-                async with self._gate:
-                    size = await client.read(names[index], view)
-            else:
-                size = await threads.run(partial(client.read_in_thread, names[index], view))
-            if size < 0:
-                return Result.MISSING
-            return Result.DONE if size == memory.object_bytes else Result.WRONG
+            run = slice(*runs[index])
+            views = [memory.object(block) for block in blocks[run].tolist()]
+            results[run] = await self._load_run(client, wanted[run], views)
+            return Result.DONE
 
-        return await self._all(len(names), get, self._concurrency)
+        await self._all(len(runs), get, self._concurrency)
+        return results
+
+    async def _load_run(self, client: _Client, keys: list[bytes], views: list[memoryview]) -> int:
+        """Read consecutive objects of a bundle, or one object of its own; return their result."""
+        num_bytes = len(views[0])
+        for _ in range(2):  # again, if what was known of the object is wrong
+            bundle, first = self._index.find(keys[0]) or (Bundle(keys[:1], num_bytes), 0)
+            if bundle.keys[first : first + len(keys)] != keys:
+                return Result.MISSING  # another bundle has taken the name
+            name, start = _name(bundle.keys[0]), bundle.offset(first)
+            if num_bytes * len(views) <= INLINE_BYTES:
+                async with self._gate:
+                    size = await client.read(name, start, views, bundle.num_bytes)
+            else:
+                job = partial(client.read_in_thread, name, start, views, bundle.num_bytes)
+                size = await self._threads.run(job)
+            is_alone = len(bundle.keys) == 1
+            if size == bundle.num_bytes and (is_alone or all(map(_has_key, views, keys))):
+                return Result.DONE
+            if size < 0 or await self._learn(client, bundle.keys[0]) == Result.MISSING:
+                self._index.drop(bundle.keys[0])
+                return Result.MISSING
+            if (place := self._index.find(keys[0])) is None:
+                return Result.WRONG if is_alone else Result.MISSING
+            if place[0] == bundle:
+                return Result.WRONG
+        return Result.MISSING
 
     async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """Write objects from host blocks; see :class:`Store`. Existing objects are kept.
+        """Write objects from host blocks, each on its own; see :class:`Store`.
 
         Raises:
             StoreError: no request was answered, or access is denied.
 
         Cancellation: ends when the requests in flight have ended, which read the blocks.
         """
+        return await self.save_chains(keys, blocks, np.zeros(len(blocks), np.bool_))
+
+    async def save_chains(
+        self, keys: bytes, blocks: NDArray[np.int32], follows: NDArray[np.bool_]
+    ) -> NDArray[np.uint8]:
+        """Write bundles from host blocks; see :class:`Store`. Existing objects are kept.
+
+        Errors and cancellation: as for :meth:`save`.
+        """
         client, memory = self._opened()
-        names = _names(keys)
+        wanted = split_keys(keys)
+        results = np.full(len(wanted), Result.FAILED, np.uint8)
+        runs = self._cuts.runs(wanted, follows)
 
         async def put(index: int) -> int:
+            run = slice(*runs[index])
+            views = [memory.object(block) for block in blocks[run].tolist()]
             async with self._gate:
-                if await client.size(names[index]) == memory.object_bytes:
-                    return Result.PRESENT
-                await client.write(names[index], memory.object(int(blocks[index])))
+                await self._save_run(client, wanted[run], views, results[run])
             return Result.DONE
 
-        return await self._all(len(names), put, self._concurrency)
+        ends = await self._all(len(runs), put, self._concurrency)
+        for run, end in zip(runs, ends, strict=True):
+            if end == Result.REFUSED:
+                results[slice(*run)] = np.minimum(results[slice(*run)], Result.REFUSED)
+        return results
+
+    async def _save_run(
+        self,
+        client: _Client,
+        keys: list[bytes],
+        views: list[memoryview],
+        results: NDArray[np.uint8],
+    ) -> None:
+        """Write what the bucket lacks of consecutive blocks, as one bundle; set their results."""
+        first, num_bytes = 0, len(views[0])
+        for _ in range(len(keys) + 2):  # 2: other engines may write bundles meanwhile
+            place = self._index.find(keys[first])
+            name = keys[first] if place is None else place[0].keys[0]
+            state = await self._learn(client, name)  # is it still there?
+            if (place := self._index.find(keys[first])) is not None:
+                stored = zip(place[0].keys[place[1] :], keys[first:], strict=False)
+                same = next((i for i, (a, b) in enumerate(stored) if a != b), None)
+                count = min(len(place[0].keys) - place[1], len(keys) - first)
+                count = count if same is None else same
+                results[first : first + count] = Result.PRESENT
+                first += count
+            elif name == keys[first]:
+                bundle = Bundle(keys[first:], num_bytes)
+                parts = [memoryview(bundle.header), *views[first:]]
+                if await client.write(_name(name), parts, replace=state == Result.WRONG):
+                    self._index.add(bundle)
+                    results[first:] = Result.DONE
+                    return
+            if first == len(keys):
+                return
+
+    async def _learn_one(self, client: _Client, firsts: list[bytes], index: int) -> int:
+        return await self._learn(client, firsts[index])
+
+    async def _learn(self, client: _Client, first: bytes) -> int:
+        """Remember the bundle of a name.
+
+        Returns:
+            ``MISSING`` if there is no object of this name, ``WRONG`` if it has none of our objects.
+        """
+        found = await client.head(_name(first))
+        self._index.drop(first)
+        if found is None:
+            return Result.MISSING
+        bundle = Bundle.parse(first, *found)
+        if self._memory is None or bundle.object_bytes != self._memory.object_bytes:
+            return Result.WRONG
+        self._index.add(bundle)
+        return Result.DONE
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
-        """Remove objects; see :class:`Store`.
+        """Remove objects, and bundles that have one of the blocks; see :class:`Store`.
 
         Raises:
             StoreError: no request was answered, or access is denied.
         """
         client, _ = self._opened()
-        names = _names(keys)
+        places = [(key, self._index.find(key)) for key in split_keys(keys)]
+        firsts = [key if place is None else place[0].keys[0] for key, place in places]
+        names = list(dict.fromkeys(firsts))
 
         async def delete(index: int) -> int:
             async with self._gate:
-                await client.remove(names[index])
+                await client.remove(_name(names[index]))
+            self._index.drop(names[index])
             return Result.DONE
 
-        return await self._all(len(names), delete, self._concurrency)
+        ends = dict(zip(names, await self._all(len(names), delete, self._concurrency), strict=True))
+        return np.array([ends[first] for first in firsts], np.uint8)
 
     async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
-        """Yield the keys of the objects of the prefix, 1,000 per request; see :class:`Store`.
+        """Yield the keys of the objects of the prefix; see :class:`Store`.
 
-        Names begin with the label of the salt, so listing those of a salt reads no other names.
+        A request lists 1,000 names, and a further one reads the keys of each bundle. Names begin
+        with the label of the salt, so listing those of a salt reads no other names.
 
         Raises:
             StoreError: no request was answered, or access is denied.
@@ -227,12 +346,35 @@ class S3Store(Store):
         salt = label.hex() if len(label) == len(_folder(bytes(KEY_BYTES))) // 2 else ""
         async for names in client.names(salt):
             keys = [name for name in names if _KEY.fullmatch(name) and name.endswith(label.hex())]
-            if keys:
-                yield bytes.fromhex("".join(keys))
+            for part in (keys[i : i + _LOOKUP_KEYS] for i in range(0, len(keys), _LOOKUP_KEYS)):
+                found: list[bytes] = []
+
+                async def read(index: int) -> int:
+                    first = bytes.fromhex(part[index])  # noqa: B023
+                    if (head := await client.head(_name(first))) is not None:
+                        bundle = Bundle.parse(first, *head)
+                        self._index.add(bundle)
+                        found.extend(bundle.keys)  # noqa: B023
+                    return Result.DONE
+
+                await self._all(len(part), read, _LOOKUP_KEYS)
+                yield b"".join(found)
+
+    async def purge(self, label: bytes) -> int:
+        """Remove the bundles of a label; see :class:`Store`.
+
+        Raises:
+            StoreError: an object could not be read or removed.
+        """
+        removed = await super().purge(label)
+        self._index.drop_label(label)
+        return removed
 
     def statistics(self) -> StoreStatistics:
         """Return counters; the size of the bucket is not known here."""
-        return StoreStatistics(details={"requests": self._requests})
+        return StoreStatistics(
+            details={"requests": 0 if self._client is None else self._client.requests}
+        )
 
     async def aclose(self) -> None:
         """Cancel operations in flight, and close the connections. Idempotent.
@@ -274,7 +416,6 @@ class S3Store(Store):
 
         if not count:
             return results
-        self._requests += count
         tasks = [asyncio.create_task(work()) for _ in range(min(limit, count))]
         self._tasks.update(tasks)
         try:
@@ -312,6 +453,8 @@ class _Client:
             raise ConfigError(
                 "S3Store needs the package obstore", hint="pip install 'aiokv[s3]'"
             ) from error
+        self.requests = 0
+        self._creates = True
         self._api: Any = obstore
         try:
             self._store: Any = from_url(
@@ -333,59 +476,93 @@ class _Client:
 
     async def size(self, name: str) -> int:
         """Return the length of an object; -1 when there is none."""
+        self.requests += 1
         try:
             meta = await self._api.head_async(self._store, name)
         except FileNotFoundError:
             return -1
         return int(meta["size"])
 
-    async def read(self, name: str, view: memoryview) -> int:
-        """Read an object; return its length, -1 when there is none.
+    async def head(self, name: str) -> tuple[bytes, int] | None:
+        """Return the first ``MAX_HEADER_BYTES`` of an object, and its length; None without it."""
+        answer = await self._get_async(name, (0, MAX_HEADER_BYTES))
+        if answer is None or isinstance(answer, int):
+            return None if answer is None else (b"", answer)
+        return bytes(await answer.bytes_async()), int(answer.meta["size"])
 
-        An object of another length than the memory's is not read.
+    async def read(self, name: str, start: int, views: list[memoryview], num_bytes: int) -> int:
+        """Read a part of an object, unless its length is another one than ``num_bytes``.
+
+        Returns:
+            The length; -1 when there is no object, 0 when the part is incomplete.
         """
+        answer = await self._get_async(name, (start, start + sum(map(len, views))))
+        if answer is None or isinstance(answer, int):
+            return -1 if answer is None else answer
+        size = int(answer.meta["size"])
+        if size != num_bytes:
+            return size
+        return size if _scatter([await answer.bytes_async()], views) else 0
+
+    def read_in_thread(
+        self,
+        name: str,
+        start: int,
+        views: list[memoryview],
+        num_bytes: int,
+        unwanted: threading.Event,
+    ) -> int:
+        """Read as ``read`` does, without an intermediate copy; blocks."""
+        self.requests += 1
+        part = {"range": (start, start + sum(map(len, views)))}
         try:
-            answer = await self._api.get_async(self._store, name)
+            answer = self._api.get(self._store, name, options=part)
         except FileNotFoundError:
             return -1
+        except Exception as error:
+            return _length_behind(error)
         size = int(answer.meta["size"])
-        if size != len(view):
+        if size != num_bytes:
             return size
-        content = memoryview(await answer.bytes_async())
-        view[: len(content)] = content
-        return len(content)
+        chunks = answer.stream(min_chunk_size=_CHUNK_BYTES)
+        wanted = itertools.takewhile(lambda chunk: not unwanted.is_set(), chunks)
+        return size if _scatter(wanted, views) else 0
 
-    def read_in_thread(self, name: str, view: memoryview, unwanted: threading.Event) -> int:
-        """Read an object as ``read`` does, without an intermediate copy; blocks."""
+    async def _get_async(self, name: str, part: tuple[int, int]) -> Any:
+        """Request a part of an object; return None without the object, 0 if it is shorter."""
+        self.requests += 1
         try:
-            answer = self._api.get(self._store, name)
+            return await self._api.get_async(self._store, name, options={"range": part})
         except FileNotFoundError:
-            return -1
-        size = int(answer.meta["size"])
-        if size != len(view):
-            return size
-        position = 0
-        for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
-            if unwanted.is_set():
-                break
-            content = memoryview(chunk)
-            view[position : position + len(content)] = content
-            position += len(content)
-        return position
+            return None
+        except Exception as error:
+            return _length_behind(error)
 
-    async def write(self, name: str, view: memoryview) -> None:
-        """Write an object in one request.
+    async def write(self, name: str, parts: list[memoryview], *, replace: bool) -> bool:
+        """Write an object in one request; return False if there is one, unless ``replace`` is set.
+
+        Servers that know no conditional writes replace it.
 
         Cancellation: takes effect when the request has ended: it reads the memory.
         """
+        mode = "overwrite" if replace or not self._creates else "create"
+        self.requests += 1
         request = asyncio.ensure_future(
-            self._api.put_async(self._store, name, view, use_multipart=False)
+            self._api.put_async(self._store, name, parts, use_multipart=False, mode=mode)
         )
         await all_ended([request])
         try:
             await request
+        except self._api.exceptions.AlreadyExistsError:
+            return False
+        except (self._api.exceptions.NotSupportedError, NotImplementedError):
+            if mode == "overwrite":
+                raise
+            self._creates = False
+            return await self.write(name, parts, replace=True)
         except FileNotFoundError as error:
             raise StoreError("the bucket does not exist", hint="create it") from error
+        return True
 
     async def names(self, folder: str) -> AsyncIterator[list[str]]:
         """Yield the last parts of the names of objects of a folder, or of all if it is empty.
@@ -401,6 +578,7 @@ class _Client:
 
     async def remove(self, name: str) -> None:
         """Remove an object, if there is one."""
+        self.requests += 1
         try:
             await self._api.delete_async(self._store, name)
         except FileNotFoundError:
@@ -440,8 +618,37 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _names(keys: bytes) -> list[str]:
-    return [f"{_folder(key)}/{key.hex()}" for key in split_keys(keys)]
+def _length_behind(error: Exception) -> int:
+    """Return 0 for the error that a range begins behind the end of an object; raise others."""
+    if any(word in _first_line(error) for word in _NO_RANGE):
+        return 0
+    raise error
+
+
+def _scatter(chunks: Iterable[Any], views: list[memoryview]) -> bool:
+    """Write chunks into views, one behind the other; return True if they fill all of them."""
+    left = iter(views)
+    view = next(left, memoryview(b""))
+    for content in chunks:
+        chunk = memoryview(content)
+        position = 0
+        while position < len(chunk):
+            if not len(view) and not len(view := next(left, memoryview(b""))):
+                return False
+            count = min(len(view), len(chunk) - position)
+            view[:count] = chunk[position : position + count]
+            view, position = view[count:], position + count
+    return not len(view) and next(left, None) is None
+
+
+def _has_key(view: memoryview, key: bytes) -> bool:
+    """Return True if the trailer of an object has this key."""
+    place = len(view) - TRAILER_BYTES + _TRAILER_KEY
+    return view[place : place + KEY_BYTES] == key
+
+
+def _name(key: bytes) -> str:
+    return f"{_folder(key)}/{key.hex()}"
 
 
 def _folder(key: bytes) -> str:

@@ -251,13 +251,29 @@ class StoreSet:
             keys: one per object.
             is_prefix: the objects are blocks of one prompt, from the first one on.
         """
+        by_prefix = [i for i in readable if is_prefix and self._guards[i].use.store.finds_prefixes]
+        readable = [i for i in readable if i not in by_prefix]
         widths = {i: max(self._guards[i].use.store.max_lookup_keys, 0) for i in readable}
         found = np.zeros((len(self._guards), len(keys) // KEY_BYTES), np.bool_)
         at_once = {i: self._guards[i].begin_lookup() for i in readable if not widths[i]}
         await self._ask_round(at_once, keys, found)
-        in_rounds = [i for i in readable if widths[i]]
-        if not in_rounds:
-            return found
+        if in_rounds := [i for i in readable if widths[i]]:
+            await self._ask_in_rounds(in_rounds, keys, found, widths, is_prefix=is_prefix)
+        if by_prefix and not self._on_time(found[: by_prefix[0]]).all():
+            prefixes = {i: self._guards[i].begin_lookup(of_prefix=True) for i in by_prefix}
+            await self._ask_round(prefixes, keys, found)
+        return found
+
+    async def _ask_in_rounds(
+        self,
+        in_rounds: list[int],
+        keys: bytes,
+        found: NDArray[np.bool_],
+        widths: dict[int, int],
+        *,
+        is_prefix: bool,
+    ) -> None:
+        """Search stores that take ``widths`` keys at a time, and note what they may have."""
         held = self._on_time(found[: in_rounds[0]])
         width = min(widths[i] for i in in_rounds)
         search: Search
@@ -268,7 +284,6 @@ class StoreSet:
             search = KeySearch(len(in_rounds), held, width)
         await self._search(in_rounds, keys, search)
         found[in_rounds] = search.holders()
-        return found
 
     async def _search(self, stores: list[int], keys: bytes, search: Search) -> None:
         """Ask stores in rounds, until the search ends or no store answers in time.
@@ -378,7 +393,7 @@ class StoreSet:
         Cancellation: the saves of the stores are cancelled; see ``accesses`` for their ends.
         """
         results = np.full(plan.num_blocks, Result.FAILED, np.uint8)
-        if self._proof is None:
+        if self._proof is None or not self._guards:
             return Saved(results.tobytes())
         keys, blocks = derive_keys(self._fingerprint, plan.digests), plan.source_ids
         admitted = np.array([guard.admit(keys) for guard in self._guards], np.bool_)
@@ -386,8 +401,11 @@ class StoreSet:
         self._refused.skip(keys, admitted, self._limited)
         used = np.flatnonzero(admitted.any(axis=0))
         await self._proof.seal(selected(keys, used), blocks[used], accesses)
+        follows = np.frombuffer(plan.follows or bytes(plan.num_blocks), np.bool_)
         saves = zip(self._guards, admitted, strict=True)
-        replies = await _all_of([_save(guard, keys, blocks, m, accesses) for guard, m in saves])
+        replies = await _all_of(
+            [_save(guard, keys, blocks, follows, wanted, accesses) for guard, wanted in saves]
+        )
         for reply in replies:
             results[reply.results == Result.REFUSED] = np.minimum(
                 results[reply.results == Result.REFUSED], Result.REFUSED
@@ -565,6 +583,7 @@ async def _save(
     guard: StoreGuard,
     keys: bytes,
     blocks: NDArray[np.int32],
+    follows: NDArray[np.bool_],
     admitted: NDArray[np.bool_],
     accesses: Accesses | None,
 ) -> StoreResults:
@@ -572,7 +591,10 @@ async def _save(
     results = np.full(len(blocks), Result.REFUSED, np.uint8)
     if not admitted.any():
         return StoreResults(results)
-    reply = await guard.save(selected(keys, admitted), blocks[admitted], accesses)
+    follows = follows & np.concatenate(([False], admitted[:-1]))
+    reply = await guard.save(
+        selected(keys, admitted), blocks[admitted], accesses, follows[admitted]
+    )
     results[admitted] = reply.results
     return StoreResults(results, reply.overdue)
 

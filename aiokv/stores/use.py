@@ -14,8 +14,10 @@ RETRY_SECONDS: Final = 10.0
 _METHODS: Final = (
     "open",
     "lookup",
+    "lookup_prefix",
     "load",
     "save",
+    "save_chains",
     "remove",
     "quarantine",
     "purge",

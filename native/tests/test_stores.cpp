@@ -108,6 +108,15 @@ TEST(missing_blocks_have_the_digests_that_saves_have) {
     CHECK(cache.core.missing(cache.match(kPrompt)).digests.empty());
 }
 
+TEST(saves_tell_which_blocks_are_consecutive) {
+    Cache cache(16, 16);
+    cache.backed_up(kPrompt);
+    cache.backed_up({9, 9, 9, 9});
+    cache.backed_up({1, 2, 3, 4, 7, 7});  // a branch of the first prompt
+    const StoreTransfer& save = cache.core.store_transfer(cache.save());
+    CHECK(save.follows == std::vector<std::uint8_t>({0, 1, 1, 1, 0, 1, 0}));
+}
+
 TEST(missing_digests_follow_what_is_cached) {
     Cache cache(config_of(8, 8, SavePolicy::kNone));  // evicts without a save
     const LeaseId id = cache.match(kPrompt);

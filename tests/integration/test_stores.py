@@ -6,6 +6,7 @@ import asyncio
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine
@@ -26,8 +27,6 @@ from aiokv.testing import ScriptedDevice, ScriptedStore, run_until_idle, running
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from aiokv import Lease
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
@@ -96,6 +95,51 @@ async def test_closing_saves_what_was_committed_and_a_restart_finds_it():
         assert (statistics.fetches, statistics.attention.fetched_blocks) == (1, 4)
         assert statistics.hit_store_tokens == 16
         assert c.hit(A) == (4, 0)
+
+
+class PrefixStore(ScriptedStore):
+    """A store that is told which blocks are consecutive, and that looks up prefixes."""
+
+    finds_prefixes = True
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.chains: list[list[bool]] = []
+        self.prefixes: list[int] = []
+
+    async def save_chains(self, keys: bytes, blocks: Any, follows: Any) -> Any:
+        self.chains.append(follows.tolist())
+        return await self.save(keys, blocks)
+
+    async def lookup_prefix(self, keys: bytes) -> Any:
+        self.prefixes.append(len(keys) // KEY_BYTES)
+        return await self.lookup(keys)
+
+
+async def served_from_stores(cache: StoreCache, tokens: np.ndarray) -> None:
+    lease = await cache.serve(tokens, wait_store=math.inf)
+    assert lease.cached_tokens == 4 * BLOCK_TOKENS
+    lease.release()
+
+
+async def test_store_is_told_which_blocks_are_consecutive_and_asked_for_prefixes_last():
+    chains, disk = PrefixStore(), ScriptedStore("disk")
+    async with cache(chains, device_blocks=16, host_blocks=16) as c:
+        await c.fill(A, B)
+        await c.fill(np.concatenate([A[: 2 * BLOCK_TOKENS], B[:BLOCK_TOKENS], [9]]))  # a branch
+    saved = [follows for batch in chains.chains for follows in batch]
+    assert saved == [False, True, True, True] * 2 + [False]
+    disk.objects |= dict(list(chains.objects.items())[:4])  # those of A
+    again = PrefixStore(objects=chains.objects)
+    async with cache(again, disk) as c:
+        await served_from_stores(c, A)
+        assert again.prefixes == [4]  # asked for whole prompts, as the first store in order
+    behind = PrefixStore(objects=chains.objects)
+    async with cache(disk, behind) as c:
+        await served_from_stores(c, A)
+        assert behind.prefixes == []  # the disk has all of it
+        await served_from_stores(c, B)
+        assert behind.prefixes == [4]
 
 
 @pytest.mark.parametrize("verb", ["aclose", "drain"])

@@ -1,6 +1,6 @@
 """An S3 server whose medium is full after 8 objects: ``python full_s3_server.py PORT``.
 
-Moto has no limit of its own. This server knows GET, HEAD, PUT and DELETE of one object.
+Moto has no limit of its own. This server knows GET, HEAD, PUT and DELETE of one object, and ranges.
 """
 
 from __future__ import annotations
@@ -39,10 +39,17 @@ class Handler(BaseHTTPRequestHandler):
         if content is None:
             self._answer(404, b"")
         else:
-            self._answer(200, content, with_body=with_body)
+            first, _, last = self.headers.get("Range", "bytes=-")[len("bytes=") :].partition("-")
+            part = content[int(first) : int(last) + 1] if first else content
+            head = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}" if first else ""
+            self._answer(206 if first else 200, part, head, with_body=with_body)
 
-    def _answer(self, status: int, content: bytes, *, with_body: bool = True) -> None:
+    def _answer(
+        self, status: int, content: bytes, content_range: str = "", *, with_body: bool = True
+    ) -> None:
         self.send_response(status)
+        if content_range:
+            self.send_header("Content-Range", content_range)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", '"1"')
         self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")

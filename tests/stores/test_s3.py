@@ -5,24 +5,33 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from aiokv._native import verify_blocks
 from aiokv.errors import ConfigError, StoreError
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.stores import S3Store, s3
+from aiokv.stores.base import split_keys
+from aiokv.stores.bundles import Bundle
 from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.leftovers import open_descriptors
 from tests.stores.conformance import (
     DONE,
     MISSING,
+    PRESENT,
+    WRONG,
     Blocks,
     StoreConformance,
     eventually,
     ids,
     keys_of,
+    object_of,
     opened,
 )
 from tests.stores.failures import ObjectFailures, ServerFailures, ServerRig, guarded
@@ -30,7 +39,7 @@ from tests.stores.moto_server import BUCKET, MotoServer, why_absent
 from tests.stores.servers import Server, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
 REASON = why_absent()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -238,3 +247,181 @@ def test_arguments_and_url() -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             S3Store.from_url(url)
+
+
+# --- bundles ------------------------------------------------------------------------------------
+
+
+class Prompts:
+    """Prompts whose consecutive blocks a store saves and loads; block n is host block n."""
+
+    def __init__(self, store: S3Store, blocks: Blocks) -> None:
+        self.store = store
+        self.blocks = blocks
+
+    def keys(self, *numbers: int) -> bytes:
+        return b"".join(key[:-5] + b"salt!" for key in split_keys(keys_of(numbers)))
+
+    async def save(self, *numbers: int) -> list[int]:
+        keys = self.keys(*numbers)
+        for block, key in enumerate(split_keys(keys)):
+            self.blocks.write(block, key)
+        follows = np.arange(len(numbers)) > 0
+        return (await self.store.save_chains(keys, np.arange(len(numbers)), follows)).tolist()
+
+    async def find(self, *numbers: int) -> int:
+        found = await self.store.lookup_prefix(self.keys(*numbers))
+        assert sorted(found.tolist(), reverse=True) == found.tolist()
+        return int(found.sum())
+
+    async def load(self, *numbers: int) -> list[int]:
+        keys = self.keys(*numbers)
+        self.blocks.fill(0xEE)
+        results = (await self.store.load(keys, np.arange(len(numbers)))).tolist()
+        for block, (key, result) in enumerate(zip(split_keys(keys), results, strict=True)):
+            if result == DONE:
+                assert self.blocks.read(block) == object_of(key, self.blocks.memory.payload_bytes)
+        return results
+
+    @property
+    def requests(self) -> int:
+        return self.store.statistics().details["requests"]
+
+    @property
+    def path(self) -> str:
+        return f"models/kv/{b'salt!'.hex()}"
+
+
+@asynccontextmanager
+async def prompts(rig: S3Rig, num_blocks: int = 128) -> AsyncIterator[Prompts]:
+    blocks = Blocks(num_blocks)
+    async with opened(rig, blocks) as store:
+        assert isinstance(store, S3Store)
+        yield Prompts(store, blocks)
+
+
+PROMPT = tuple(range(100))
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 30])
+async def test_a_prompt_is_saved_found_and_loaded_with_few_requests(
+    rig: S3Rig, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
+) -> None:
+    monkeypatch.setattr(s3, "INLINE_BYTES", inline_bytes)
+    async with prompts(rig) as first, prompts(rig) as second:
+        assert await first.save(*PROMPT) == [DONE] * 100
+        assert first.requests <= 10
+        assert await first.save(*PROMPT) == [PRESENT] * 100
+        assert await second.find(*PROMPT, 200, 201) == 100
+        assert await second.load(*PROMPT) == [DONE] * 100
+        assert second.requests <= 20
+        assert await second.find(300, 301) == 0
+        assert await second.load(*PROMPT[17:31]) == [DONE] * 14  # a part
+        assert await second.load(99, 3, 4, 300, 5) == [DONE, DONE, DONE, MISSING, DONE]
+        turn = range(400, 420)  # the next turn: a bundle of its own behind the first
+        assert await second.save(*PROMPT, *turn) == [PRESENT] * 100 + [DONE] * 20
+        assert await first.find(*PROMPT, *turn) == 120
+        assert await first.load(*PROMPT[90:], *turn) == [DONE] * 30
+        other = range(500, 510)  # a prompt that parts from the first one
+        assert await first.save(*PROMPT[:50], *other) == [PRESENT] * 50 + [DONE] * 10
+        assert await second.find(*PROMPT[:50], *other) == 60
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+async def test_bundles_are_loaded_without_a_lookup(rig: S3Rig) -> None:
+    async with prompts(rig) as first, prompts(rig) as second:
+        await first.save(1, 2)
+        assert await second.load(1) == [DONE]
+        assert await second.load(1, 2) == [DONE, DONE]
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+async def test_engines_that_save_the_same_prompt_at_once_keep_whole_bundles(rig: S3Rig) -> None:
+    async with prompts(rig) as first, prompts(rig) as second, prompts(rig) as third:
+        saves = [p.save(*PROMPT[:30], *range(n, n + 9)) for p, n in ((first, 200), (second, 300))]
+        for results in await asyncio.gather(*saves):
+            assert set(results) <= {DONE, PRESENT}
+        for n in (200, 300):
+            assert await third.find(*PROMPT[:30], *range(n, n + 9)) == 39
+            assert await third.load(*PROMPT[:30], *range(n, n + 9)) == [DONE] * 39
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+async def test_bundles_that_were_removed_or_replaced_are_missing(rig: S3Rig) -> None:
+    async with prompts(rig) as first, prompts(rig) as second:
+        await first.save(1, 2, 3)
+        assert await second.find(1, 2, 3) == 3
+        assert (await first.store.remove(first.keys(2))).tolist() == [DONE]  # the whole bundle
+        assert await first.find(1, 2, 3) == 0
+        assert await second.load(1, 2, 3) == [MISSING] * 3
+        assert await second.find(1, 2, 3) == 0
+        await first.save(1, 2, 3)
+        assert await second.find(1, 2, 3) == 3
+        await first.store.remove(first.keys(1))
+        await first.save(1, 7)  # shorter than what the second store knows
+        assert await second.load(2, 3) == [MISSING] * 2
+        assert await second.find(1, 2, 3) == 1
+        assert await second.load(1) == [DONE]
+        await first.store.remove(first.keys(1))
+        await first.save(1, 8)  # as long as what the second store knows
+        assert await second.load(1, 7) == [DONE, MISSING] or await second.load(7) == [MISSING]
+        assert await second.save(1, 2, 3) == [PRESENT, DONE, DONE]
+        assert await first.find(1, 2, 3) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+@pytest.mark.parametrize("place", ["header", "object", "end"])
+async def test_a_damaged_bundle_gives_no_wrong_block_and_is_replaced(
+    rig: S3Rig, place: str
+) -> None:
+    async with prompts(rig) as first, prompts(rig) as second:
+        await first.save(1, 2, 3)
+        keys, size = split_keys(first.keys(1, 2, 3)), first.blocks.memory.object_bytes
+        bundle = Bundle(keys, size)
+        content = bytearray(
+            bundle.header + b"".join(object_of(key, size - TRAILER_BYTES) for key in keys)
+        )
+        if place == "header":
+            content[50] ^= 1
+        elif place == "object":
+            content[bundle.offset(1) + 5] ^= 1
+        else:
+            del content[-10:]
+        rig.server.put(f"{first.path}/{keys[0].hex()}", bytes(content))
+        if place == "object":
+            assert await second.find(1, 2, 3) == 3
+            second.blocks.fill(0)
+            assert (await second.store.load(b"".join(keys), ids(0, 1, 2))).tolist() == [DONE] * 3
+            memory = second.blocks.memory
+            verified = verify_blocks(
+                memory.address, memory.pitch_bytes, memory.payload_bytes, ids(0, 1, 2),
+                b"".join(keys), num_blocks=memory.num_blocks,
+            )  # fmt: skip
+            assert list(verified) == [DONE, WRONG, DONE]  # as the guard does
+            await second.store.quarantine(keys[1])
+        else:
+            assert await second.find(1, 2, 3) == 0
+            assert set(await first.load(1, 2, 3)) <= {DONE, MISSING, WRONG}  # checked there
+        assert await second.save(1, 2, 3) == [DONE] * 3
+        assert await first.find(1, 2, 3) == 3
+        assert await first.load(1, 2, 3) == [DONE] * 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+async def test_a_purge_removes_bundles_and_counts_their_blocks(rig: S3Rig) -> None:
+    async with prompts(rig) as first, prompts(rig) as second:
+        await first.save(*PROMPT)
+        await first.store.save(keys_of([500]), ids(0))
+        found = [keys async for keys in second.store.stored_keys(b"salt!")]
+        assert sorted(split_keys(b"".join(found))) == sorted(split_keys(first.keys(*PROMPT)))
+        assert await second.store.purge(b"salt!") == 100
+        assert await second.find(*PROMPT) == 0
+        assert await first.load(*PROMPT) == [MISSING] * 100
+        assert (await first.store.lookup(keys_of([500]))).tolist() == [True]

@@ -37,6 +37,7 @@ namespace aiokv {
 struct StoreTransfer {
     std::vector<BlockId> host_blocks;  // host ids of the group
     std::vector<Digest> digests;
+    std::vector<std::uint8_t> follows;  // of a save: 1 if the block before it here is its parent
 };
 
 // Result of one block of a save, as the worker reports it.
@@ -108,9 +109,13 @@ class SaveQueue {
         Save save;
         save.keys = saves_ahead() ? look_ahead() : take_queued();
         if (save.keys.empty()) return 0;
+        NodeId before = kNone;
         for (const Key key : save.keys) {
+            const NodeId node = copies_.node_of(key);
             save.host_blocks.push_back(copies_.host_id(key));
-            save.digests.push_back(stored_.digest(copies_.node_of(key)));
+            save.digests.push_back(stored_.digest(node));
+            save.follows.push_back(before != kNone && tree_.parent(node) == before);
+            before = node;
         }
         copies_.begin_save(save.keys);
         const TransferId id = transfers_.begin_other();

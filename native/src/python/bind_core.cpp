@@ -146,7 +146,7 @@ using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using MissingTuple = nb::typed<nb::tuple, std::size_t, nb::bytes>;
 using BoundariesTuple =
     nb::typed<nb::tuple, std::size_t, std::size_t, std::size_t, nb::bytes, nb::bytes>;
-using StoreTransferTuple = nb::typed<nb::tuple, GroupId, nb::bytes, nb::bytes>;
+using StoreTransferTuple = nb::typed<nb::tuple, GroupId, nb::bytes, nb::bytes, nb::bytes>;
 // (device_blocks, window_tokens, step_tokens, sink_tokens, host_blocks)
 using WindowTuple =
     std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
@@ -190,7 +190,7 @@ BoundariesTuple boundaries(Core& core, LeaseId id, std::size_t skip) {
 StoreTransferTuple store_transfer(const Core& core, TransferId id) {
     const StoreTransfer& transfer = core.store_transfer(id);
     return nb::make_tuple(core.group_of(id), id_bytes(transfer.host_blocks),
-                          digest_bytes(transfer.digests));
+                          digest_bytes(transfer.digests), byte_flags(transfer.follows));
 }
 
 TicketId ticket_id(const nb::bytes& bytes) {
@@ -672,7 +672,7 @@ void bind_core(nb::module_& m) {
         .def("wants_saves", &Core::wants_saves)
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
-             "(group, host_blocks, digests) of a fetch or a save in flight.")
+             "(group, host_blocks, digests, follows) of a fetch or a save in flight.")
         .def("receive", with_ticket(&Core::receive), "lease"_a, "ticket_id"_a, "num_tokens"_a,
              "group"_a = kAttention, "first_block"_a = 0, "step"_a = 0,
              "Begin to receive the blocks of a group that are needed behind `num_tokens` "
