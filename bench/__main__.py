@@ -44,6 +44,7 @@ BENCHES = (
     "host_store",
     "redis_store",
     "remote_stores",
+    "s3_requests",
     "peers_tcp",
     "peers",
 )

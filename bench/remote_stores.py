@@ -2,9 +2,10 @@
 
 ``store`` is one ``load`` or ``save`` of a batch; ``library`` moves the same batch by the calls that
 a program without aiokv would make: ``batch_get_into`` and ``batch_put_from`` of Mooncake Store on
-registered memory, ``get`` and ``put`` of obstore with as many requests at a time (its buffers are
-not copied), and ``preadv`` and ``pwritev`` of whole files in as many threads. Both take turns;
-``ratio`` is store over library, the median over the turns. All servers run on this machine.
+registered memory, ``get`` and ``put`` of obstore on objects as large as the bundles of the store,
+with as many requests at a time (its buffers are not copied), and ``preadv`` and ``pwritev`` of
+whole files in as many threads. Both take turns; ``ratio`` is store over library, the median over
+the turns. All servers run on this machine.
 A store whose package or server is absent is left out; `make services` installs them.
 
 ``s3_lookup`` is the time to find the stored part of a prompt of 20,480 tokens, in blocks of 16
@@ -27,8 +28,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvloop
 
+from aiokv._native import seal_blocks
 from aiokv.stores import DirectoryStore, MooncakeStore, S3Store
-from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.base import KEY_BYTES, split_keys
+from aiokv.stores.bundles import MAX_HEADER_BYTES, Bundle, Cuts
 from aiokv.stores.proof import derive_keys
 from aiokv.stores.store_set import StoreSet
 from tests.stores import mooncake_cluster, moto_server
@@ -241,12 +244,12 @@ async def mooncake(folder: Path, block_bytes: int, rounds: int) -> dict[str, Any
 
 
 class Source(asyncio.Protocol):
-    """An S3 server in which each GET finds the same object, and each HEAD finds none."""
+    """An S3 server in memory: PUT, GET of a range or of all, and HEAD of one object."""
 
-    def __init__(self, content: bytes) -> None:
-        self._head = HEADER.format(len(content), DATE).encode()
-        self._content = content
+    def __init__(self, objects: dict[bytes, bytearray]) -> None:
+        self._objects = objects
         self._buffer = b""
+        self._content: bytearray | None = None  # of the PUT in progress
         self._left = 0
         self._transport: Any = None
 
@@ -254,38 +257,47 @@ class Source(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._left:
+        if self._content is not None:
+            self._content += data
             self._left -= len(data)
-            if self._left == 0:
-                self._transport.write(HEADER.format(0, DATE).encode())
+        else:
+            self._buffer += data
+            head, end, rest = self._buffer.partition(b"\r\n\r\n")
+            if not end:
+                return
+            self._buffer = b""
+            method, name, _ = head.split(b" ", 2)
+            headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+            if method != b"PUT":
+                self._answer(method, self._objects.get(name), headers.get(b"range"))
+                return
+            self._content = self._objects[name] = bytearray(rest)
+            self._left = int(headers[b"content-length"]) - len(rest)
+        if not self._left:
+            self._content = None
+            self._transport.write(HEADER.format(0, DATE).encode())
+
+    def _answer(self, method: bytes, content: bytearray | None, part: bytes | None) -> None:
+        if content is None:
+            self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             return
-        self._buffer += data
-        head, end, rest = self._buffer.partition(b"\r\n\r\n")
-        if not end:
-            return
-        self._buffer = b""
-        match head[:3]:
-            case b"GET":
-                self._transport.write(self._head)
-                self._transport.write(self._content)
-            case b"PUT":
-                length = next(
-                    int(line.split(b":")[1])
-                    for line in head.lower().split(b"\r\n")
-                    if line.startswith(b"content-length:")
-                )
-                self._left = length
-                if rest:
-                    self.data_received(rest)
-            case _:
-                self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        first, last = 0, len(content) - 1
+        head = HEADER
+        if part is not None:
+            first, last = (int(place) for place in part.removeprefix(b"bytes=").split(b"-"))
+            last = min(last, len(content) - 1)
+            place = f"Content-Range: bytes {first}-{last}/{len(content)}"
+            head = head.replace("200 OK", f"206 Partial Content\r\n{place}")
+        self._transport.write(head.format(last + 1 - first, DATE).encode())
+        if method == b"GET":
+            self._transport.write(memoryview(content)[first : last + 1])
 
 
-async def serve(port: int, num_bytes: int) -> None:
-    """Serve objects of a length until the process ends."""
-    content = bytes(num_bytes)
+async def serve(port: int) -> None:
+    """Serve objects until the process ends."""
+    objects: dict[bytes, bytearray] = {}
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Source(content), "127.0.0.1", port)
+    server = await loop.create_server(lambda: Source(objects), "127.0.0.1", port)
     await server.serve_forever()
 
 
@@ -295,12 +307,9 @@ async def s3(folder: Path, block_bytes: int, rounds: int) -> dict[str, Any]:
 
     batch = Batch(block_bytes)
     program = "import sys, uvloop; from bench.remote_stores import serve; "
-    program += "uvloop.run(serve(int(sys.argv[1]), int(sys.argv[2])))"
-    num_bytes = str(batch.blocks.memory.object_bytes)
+    program += "uvloop.run(serve(int(sys.argv[1])))"
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-    server = Server(
-        lambda port: [sys.executable, "-c", program, str(port), num_bytes], folder / "s3.log"
-    )
+    server = Server(lambda port: [sys.executable, "-c", program, str(port)], folder / "s3.log")
     server.start()
     endpoint = f"http://127.0.0.1:{server.port}"
     options = {"access_key_id": "test", "secret_access_key": "test"}
@@ -313,32 +322,48 @@ async def s3(folder: Path, block_bytes: int, rounds: int) -> dict[str, Any]:
         client_options={"allow_http": True},
     )
     gate = asyncio.Semaphore(REQUESTS)
-    views = batch.views()
+    memory = batch.blocks.memory
+    next_batch = iter(range(1_000_000))
 
     async def get(name: str) -> None:
         async with gate:
             content = await (await obstore.get_async(client, name)).bytes_async()
-            assert len(content) == len(views[0])
+            assert len(content) >= memory.object_bytes
 
-    async def put(name: str, view: memoryview) -> None:
+    async def put(name: str, content: bytes) -> None:
         async with gate:
-            await obstore.put_async(client, name, view, use_multipart=False)
+            await obstore.put_async(client, name, content, use_multipart=False)
+
+    new_keys = iter([batch.new_keys() for _ in range(rounds + 1)])
+    follows = np.arange(len(batch.ids)) > 0
+
+    async def save() -> None:
+        results = await store.save_chains(next(new_keys), batch.ids, follows)
+        assert not results.any(), results
 
     try:
-        await store.open(batch.blocks.memory)
+        await store.open(memory)
         keys = batch.new_keys()
-        names = names_of(keys)
-        saved = await compared(
-            batch,
-            rounds,
-            lambda: checked_save(store, keys, batch),
-            lambda: asyncio.gather(*map(put, names, views)),
-        )
+        # The same objects: as many and as large as the bundles of a batch.
+        runs = Cuts(memory.object_bytes).runs(split_keys(keys), follows)
+        contents = [bytes((end - first) * memory.object_bytes) for first, end in runs]
+
+        def put_all() -> Awaitable[Any]:
+            prefix = next(next_batch)
+            return asyncio.gather(*(put(f"{prefix}/{i}", c) for i, c in enumerate(contents)))
+
+        saved = await compared(batch, rounds, save, put_all)
+        seal_blocks(
+            memory.address, memory.pitch_bytes, memory.payload_bytes, batch.ids, keys,
+            num_blocks=memory.num_blocks,
+        )  # fmt: skip
+        await store.save_chains(keys, batch.ids, follows)
+        await asyncio.gather(*(put(f"own/{i}", c) for i, c in enumerate(contents)))
         loaded = await compared(
             batch,
             rounds,
             lambda: checked_load(store, keys, batch),
-            lambda: asyncio.gather(*map(get, names)),
+            lambda: asyncio.gather(*(get(f"own/{i}") for i in range(len(contents)))),
         )
     finally:
         await store.aclose()
@@ -347,11 +372,10 @@ async def s3(folder: Path, block_bytes: int, rounds: int) -> dict[str, Any]:
 
 
 class Catalog(asyncio.Protocol):
-    """An S3 server that answers HEAD requests after a delay."""
+    """An S3 server that answers requests for the headers of bundles after a delay."""
 
-    def __init__(self, stored: set[bytes], num_bytes: int) -> None:
+    def __init__(self, stored: dict[bytes, Bundle]) -> None:
         self._stored = stored
-        self._found = HEADER.format(num_bytes, DATE).encode()
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -360,8 +384,11 @@ class Catalog(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         name = data.split(b" ", 2)[1].rpartition(b"/")[2]
         answer = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
-        if name in self._stored:
-            answer = self._found
+        if (bundle := self._stored.get(name)) is not None:
+            size = min(MAX_HEADER_BYTES, bundle.num_bytes)
+            place = f"Content-Range: bytes 0-{size - 1}/{bundle.num_bytes}"
+            head = HEADER.replace("200 OK", f"206 Partial Content\r\n{place}")
+            answer = head.format(size, DATE).encode() + bundle.header.ljust(size, b"\0")[:size]
         asyncio.get_running_loop().call_later(REQUEST_SECONDS, self._transport.write, answer)
 
 
@@ -369,36 +396,37 @@ async def s3_lookup(rounds: int) -> dict[str, Any]:
     """Return seconds and requests per lookup, by the number of blocks that are stored."""
     fingerprint = bytes(KEY_BYTES)
     digests = keys_of(range(PROMPT_BLOCKS))
-    keys = derive_keys(fingerprint, digests)
+    keys = split_keys(derive_keys(fingerprint, digests))
     memory = Blocks(1, 128 << 10).memory
-    stored: set[bytes] = set()
-    server = await asyncio.get_running_loop().create_server(
-        lambda: Catalog(stored, memory.object_bytes), "127.0.0.1", 0
-    )
-    store = S3Store(
-        "s3://kvcache",
-        endpoint=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
-        region="us-east-1",
-        options={"access_key_id": "test", "secret_access_key": "test"},
-    )
-    stores = StoreSet([store])
+    stored: dict[bytes, Bundle] = {}
+    server = await asyncio.get_running_loop().create_server(lambda: Catalog(stored), "127.0.0.1", 0)
     results = {}
     async with server:
-        await stores.open(memory, fingerprint)
         for count in STORED_BLOCKS:
-            stored |= {name.encode() for name in names_of(keys[: count * KEY_BYTES])}
-            seconds, before = [], store.statistics().details["requests"]
+            stored.clear()
+            for first, end in Cuts(memory.object_bytes).runs(keys[:count], [True] * count):
+                stored[keys[first].hex().encode()] = Bundle(keys[first:end], memory.object_bytes)
+            seconds, requests = [], 0
             for _ in range(rounds):
-                began = time.perf_counter()
+                store = S3Store(  # which knows no bundle yet
+                    "s3://kvcache",
+                    endpoint=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
+                    region="us-east-1",
+                    options={"access_key_id": "test", "secret_access_key": "test"},
+                )
+                stores = StoreSet([store])
+                await stores.open(memory, fingerprint)
+                await store.lookup_prefix(keys_of([-1 % 2**32]))  # connects
+                began, before = time.perf_counter(), store.statistics().details["requests"]
                 found = (await stores.lookup(digests)).blocks
                 seconds.append(time.perf_counter() - began)
+                requests += store.statistics().details["requests"] - before
+                await stores.aclose()
                 assert found == count, (found, count)
-            requests = store.statistics().details["requests"] - before
             results[f"stored_{count}"] = {
                 "ms": statistics.median(seconds) * 1e3,
                 "requests": requests / rounds,
             }
-        await stores.aclose()
     return results
 
 

@@ -290,3 +290,25 @@ def test_cpu_time_in_vllms_scheduler():
     }
     for start, row in rows.items():
         assert cells_of(MEASURED, start)[1:] == [f"{row[key]:,.0f} µs" for key in ("vllm", "added")]
+
+
+@pytest.mark.parametrize(("name", "kib"), [("128 KiB", 128), ("2 MiB", 2_048)])
+def test_requests_to_an_object_store(name, kib):
+    measured = results("s3_requests")["benches"]["s3_requests"][f"object_{kib}_kib"]
+    (cells,) = [
+        line.strip("| ").split(" | ")
+        for line in MEASURED.splitlines()
+        if re.fullmatch(rf"\| {name}( \| [\d.]+){{4}} \|", line)
+    ]
+    names = ("lookup", "load", "save", "all")
+    assert cells[1:] == [f"{measured[f'{what}_share_of_requests']:.2g}" for what in names]
+    assert measured["all_share_of_requests"] <= 0.1
+
+
+@pytest.mark.parametrize("budget", ["0.75", "0.5", "0.25"])
+def test_hits_with_a_write_budget(budget):
+    measured = results("write_budget")["benches"]["write_budget"][f"budget_{budget}"]
+    names = ("hit", "disk_hit", "written", "fullest_day")
+    assert cells_of(MEASURED, f"{budget} of that")[1:] == [
+        f"{measured[f'{what}_ratio']:.2f}" for what in names
+    ]
