@@ -1,5 +1,6 @@
 """Statistics of an engine, and records of transfers, leases and batches."""
 
+from aiokv.base.misses import MissedRange
 from aiokv.base.statistics import (
     BlockGroupStatistics,
     CacheStatistics,
@@ -34,6 +35,7 @@ __all__ = [
     "LayerWaitStatistics",
     "LeaseInfo",
     "LeasePhase",
+    "MissedRange",
     "Observation",
     "PeerStatistics",
     "PollerStatistics",

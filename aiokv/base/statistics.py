@@ -264,6 +264,15 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
             "Hit tokens of both tiers that a fetch from a store had brought, at their first hit.",
         ),
     ]
+    missed_tokens_by_cause: Annotated[
+        dict[str, int],
+        counter(
+            "missed_tokens_total",
+            "Prompt tokens of grants that were not hit, by cause: see Lease.missed. All are 0 "
+            "without CacheConfig.miss_history_blocks.",
+            "cause",
+        ),
+    ]
     computed_tokens: Annotated[
         int,
         counter(

@@ -140,6 +140,9 @@ class CacheConfig:
         leave_tokens: positions at the end of a prompt that are computed even if cached, at least
             1 for the logits; EAGLE and MTP heads need more.
         reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
+        miss_history_blocks: evicted blocks that the engine remembers to explain misses
+            (``Lease.missed``); 0 for no explanation. Each takes its token ids, 4 bytes per token,
+            and at most 70 bytes more.
         drain_timeout_seconds: how long closing waits for leases that are still held; may be
             ``math.inf``.
         verify: ``"checksum"`` compares each onloaded block with the committed one, for finding
@@ -208,6 +211,7 @@ class CacheConfig:
     item_hits: ItemHits = "whole"
     leave_tokens: int = 1
     reserve_blocks: int = 0
+    miss_history_blocks: int = 0
     drain_timeout_seconds: float = 30.0
     verify: Verify = "off"
     strict: bool | None = None
@@ -236,6 +240,7 @@ class CacheConfig:
         _require_int("host_state_slots", self.host_state_slots, 0)
         _require_int("leave_tokens", self.leave_tokens, 1)
         _require_int("reserve_blocks", self.reserve_blocks, 0)
+        _require_int("miss_history_blocks", self.miss_history_blocks, 0)
         _require_int("min_onload_tokens", self.min_onload_tokens, 0)
         if self.low_watermark_blocks is not None:
             _require_int("low_watermark_blocks", self.low_watermark_blocks, 0)

@@ -14,6 +14,7 @@ from aiokv.base.logs import Log
 from aiokv.base.plan import clone_plan
 from aiokv.base.types import LeaseState, as_block_ids, as_items, as_priority, as_tokens
 from aiokv.base.usage import Usage
+from aiokv.engine.misses import missed_ranges
 from aiokv.engine.receiving import Receiving
 from aiokv.errors import (
     LeaseError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.misses import MissedRange
     from aiokv.base.types import Hit, Item, TokenIds
     from aiokv.engine.lease_record import LeaseRecord
     from aiokv.worker.device.base import Event
@@ -585,6 +587,19 @@ class Lease(Unique):
             peer_wait_seconds=waits.peer_seconds,
             onload_seconds=onload_seconds,
         )
+
+    @property
+    def missed(self) -> tuple[MissedRange, ...]:
+        """Causes of the prompt blocks that the last grant did not hit, in order of position.
+
+        Empty before a grant, without ``CacheConfig.miss_history_blocks``, and when the hit reaches
+        the last block that a hit can have. The causes are those at the time of the grant. Read them
+        before ``release``.
+        """
+        record = self.record
+        record.leases.check_thread()
+        read = record.leases.read
+        return missed_ranges(read.missed(record.live_id()), read.block_tokens)
 
     @property
     def num_tokens(self) -> int:

@@ -65,6 +65,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         host_blocks=config.host_blocks,
         leave_tokens=config.leave_tokens,
         reserve_blocks=config.reserve_blocks,
+        history_blocks=config.miss_history_blocks,
         write_policy=_POLICIES[write.moment],
         write_uses=write.uses,
         low_watermark_blocks=config.watermark_blocks,

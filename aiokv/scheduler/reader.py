@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from aiokv._native import Core, GroupStatistics
     from aiokv.base.groups import BlockGroup
+    from aiokv.base.misses import MissTuple
     from aiokv.base.types import LeaseIds, LeaseWait, TokenIds
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.admission import Admission
@@ -179,6 +180,15 @@ class CacheReader:
     def usage(self, lease_id: int) -> tuple[int, int, int, int]:
         """Return (prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks)."""
         return self._core.usage(lease_id)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block."""
+        return self._config.block_tokens
+
+    def missed(self, lease_id: int) -> list[MissTuple]:
+        """Return the causes of the missed blocks of the last grant; see ``Core.missed``."""
+        return self._core.missed(lease_id)
 
     def group_hits(self, lease_id: int) -> dict[str, GroupHit]:
         """Return the hits of the last grant in the groups besides attention."""

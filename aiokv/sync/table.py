@@ -60,6 +60,7 @@ VERBS: Final = (
     Verb(Lease.state),
     Verb(Lease.num_tokens),
     Verb(Lease.usage),
+    Verb(Lease.missed),
     # Other engines
     Verb(Lease.receive, "block", wraps=SyncReceiving),
     Verb(CacheEngine.send, "block", wraps=SyncSending),

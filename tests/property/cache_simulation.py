@@ -78,6 +78,7 @@ class CacheSimulation(RuleBasedStateMachine):
                 host_blocks=sizes["host_blocks"],
                 leave_tokens=sizes["leave_tokens"],
                 reserve_blocks=sizes["reserve_blocks"],
+                miss_history_blocks=2 * sizes["device_blocks"] if with_items else 0,
                 min_onload_tokens=sizes["min_onload_blocks"] * self.bt,
                 write_policy=str(SavePolicy(sizes["policy"], sizes["threshold"])),
                 item_hits="partial" if sizes["splits_items"] else "whole",

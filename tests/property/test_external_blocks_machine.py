@@ -54,6 +54,7 @@ class ExternalMachine(RuleBasedStateMachine):
         block_tokens=st.integers(1, 3),
         device_blocks=st.integers(6, 20),
         host_blocks=st.integers(1, 16),
+        history_blocks=st.sampled_from([0, 4, 50]),
         min_onload_blocks=st.sampled_from([0, 0, 2]),
         write_policy=st.sampled_from([POLICIES[0], *POLICIES]),
     )

@@ -43,6 +43,7 @@ class Walk:
             write_policy=self.policy,
             write_uses=choice([1, 2]),
             low_watermark_blocks=choice([0, 0, 2]),
+            history_blocks=choice([0, 3, 50]),
             min_onload_blocks=choice([0, 0, 2]),
             eviction=choice(["lru", "lru", "adaptive"]),
             state_slots=2 if sides == "state" else 0,

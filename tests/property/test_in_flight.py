@@ -43,6 +43,7 @@ def config_of(seed: int, rng: random.Random) -> CacheConfig:
         reserve_blocks=rng.choice((0, 0, 1)),
         salt_quota_blocks=rng.choice((None, None, 9)),
         low_watermark_blocks=rng.choice((None, 0, 4)),
+        miss_history_blocks=rng.choice((0, 5, 100)),
         min_onload_tokens=rng.choice((0, 0, 8)),
     )
 

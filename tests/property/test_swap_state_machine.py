@@ -46,6 +46,7 @@ class SwapMachine(RuleBasedStateMachine):
         host_blocks=st.integers(0, 10),
         policy=st.sampled_from(list(SavePolicy)),
         low_watermark_blocks=st.sampled_from([0, 3]),
+        history_blocks=st.sampled_from([0, 3, 50]),
     )
     def begin(self, **sizes: Any) -> None:
         self.bt: int = sizes["block_tokens"]

@@ -115,6 +115,7 @@ class WindowMachine(RuleBasedStateMachine):
             host_blocks=host_blocks,
             write_policy=policy if host_blocks else SavePolicy.NONE,
             state_slots=state_slots,
+            history_blocks=device_blocks // 2,
             windows=list(
                 zip(sizes, self.windows, self.steps, self.sinks, self.on_host, strict=True)
             ),

@@ -139,6 +139,7 @@ class Round:
             min_onload_tokens=rng.choice((0, 0, 8)),
             leave_tokens=rng.choice((1, 1, 2)),
             reserve_blocks=rng.choice((0, 4)),
+            miss_history_blocks=rng.choice((0, 20, 500)),
             eviction_policy=rng.choice(("lru", "lru", "adaptive")),
             salt_quota_blocks=rng.choice((None, None, device_blocks // 2)),
             verify=verify,

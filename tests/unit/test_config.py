@@ -25,6 +25,8 @@ from aiokv.scheduler.plans import new_core
         ("host_blocks", -1),
         ("leave_tokens", 0),
         ("reserve_blocks", 8),
+        ("miss_history_blocks", -1),
+        ("miss_history_blocks", 2**30),
         ("write_policy", "write_sometimes"),
         ("write_policy", "nth_use"),
         ("write_policy", "nth_use:0"),

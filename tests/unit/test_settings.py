@@ -71,6 +71,7 @@ SAMPLES = {
     "item_hits": "partial",
     "leave_tokens": 2,
     "reserve_blocks": 1,
+    "miss_history_blocks": 10,
     "drain_timeout_seconds": 1.5,
     "verify": "checksum",
     "strict": True,

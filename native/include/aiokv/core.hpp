@@ -17,7 +17,8 @@
 //   promises_ uses_ batches_     what leases will compute, wait for, and compute now
 //   peers_        the ways between leases and other engines
 //   device_uses_ external_groups_ external_   leases on device blocks that a server owns
-//   matching_ publication_ swaps_ grants_ releases_ completions_ tiers_ decoding_   the transitions
+//   matching_ misses_ publication_ swaps_ grants_ releases_ completions_ tiers_ decoding_   the
+//   transitions
 //
 // violations() checks the invariants I1-I6 of the design from scratch.
 #pragma once
@@ -46,6 +47,7 @@
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/matching.hpp"
+#include "aiokv/misses.hpp"
 #include "aiokv/peer_transfers.hpp"
 #include "aiokv/promises.hpp"
 #include "aiokv/publication.hpp"
@@ -153,6 +155,17 @@ class Core {
     // afterwards, and none while the lease is swapped.
     std::vector<BlockId> hit_blocks(LeaseId id);
     Usage usage(LeaseId id) const;
+    // Of the last grant; see Misses::explain().
+    const std::vector<MissedRun>& missed(LeaseId id) const { return leases_.at(id).missed; }
+    // Returns the context of a run with kOtherContext; empty if it was closed.
+    std::string context_of(const MissedRun& run) const {
+        const PrefixTree& tree = index_.tree();
+        const bool is_open = tree.is_live(run.other_root) && tree[run.other_root].has(kRoot);
+        return is_open ? std::string(index_.context_of_root(run.other_root)) : std::string();
+    }
+    std::optional<Misses::Divergence> divergence(LeaseId id, const MissedRun& run) const {
+        return misses_.divergence(leases_.at(id), run);
+    }
     // Returns the hit of the last grant in a group besides attention; empty after a failed onload.
     GroupHit group_hit(LeaseId id, GroupId group) const;
     // Returns true if the lease has blocks and its hit can still be matched, because there was no
@@ -402,6 +415,7 @@ class Core {
     PeerTransfers peers_;
     ExternalBlocks external_;
     Matching matching_;
+    Misses misses_;
     Fetches fetches_;
     Publication publication_;
     Swaps swaps_;

@@ -92,6 +92,7 @@ struct CoreConfig {
     bool splits_items = false;           // a hit may end inside a multimodal item
     std::vector<std::string> share_salts = {};  // salts with a share of the cached blocks
     std::vector<double> shares = {};            // of each of them, between 0 and 1
+    std::uint32_t history_blocks = 0;    // most evicted blocks to remember; see EvictedRuns
 
     // Returns true if a device block with this number of uses is copied to host memory.
     bool copies_after(std::uint32_t uses) const {
@@ -200,6 +201,7 @@ struct CoreStatistics {
     std::uint64_t hit_store_tokens, fetches, fetched_blocks, unfetched_blocks;
     std::uint64_t saved_blocks, dropped_saves, rejected_saves, refused_saves, failed_saves;
     std::uint64_t receives, received_blocks, failed_receives;
+    MissCounts missed_tokens;
     std::uint64_t sends, sent_blocks, failed_sends;
     std::size_t index_bytes, token_bytes;
 };

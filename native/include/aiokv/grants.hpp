@@ -12,6 +12,7 @@
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/matching.hpp"
+#include "aiokv/misses.hpp"
 #include "aiokv/publication.hpp"
 #include "aiokv/residency.hpp"
 #include "aiokv/saver.hpp"
@@ -30,7 +31,7 @@ class Grants {
            RecurrentState& state, SlidingWindows& windows, AuxiliaryGroups& auxiliary,
            const Matching& matching, Residency& residency, Saver& saver, TransferLedger& transfers,
            Publication& publication, Uses& uses, Swaps& swaps, StoreSaver& store_saver,
-           Fetches& fetches)
+           Fetches& fetches, Misses& misses)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -46,7 +47,8 @@ class Grants {
           uses_(uses),
           swaps_(swaps),
           store_saver_(store_saver),
-          fetches_(fetches) {}
+          fetches_(fetches),
+          misses_(misses) {}
 
     // Throws the error of allocate() if the request can never be granted. `reserve`: number of free
     // or evictable blocks that the grant leaves to extend(); default: as configured.
@@ -94,6 +96,9 @@ class Grants {
     }
     std::uint32_t takeable_blocks(std::uint32_t limit, bool saves, Residency::Unsaved unsaved);
     std::uint32_t pinned_blocks() const;
+    bool make_room(const Lease& lease, std::uint32_t blocks) {
+        return residency_.make_room(blocks, Residency::Unsaved::kKept, lease.id());
+    }
     void take_blocks(Lease& lease, std::uint32_t total_blocks);
     std::uint32_t take_resident(Lease& lease);
     void start_onload(Lease& lease, std::uint32_t first_host_block);
@@ -114,6 +119,7 @@ class Grants {
     Swaps& swaps_;
     StoreSaver& store_saver_;
     Fetches& fetches_;
+    Misses& misses_;
 
     std::uint64_t grants_ = 0;
     std::uint64_t prompt_tokens_ = 0;

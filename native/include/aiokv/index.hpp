@@ -128,6 +128,7 @@ class Index {
     std::uint32_t open_context(std::string_view key);
     std::uint32_t share_of(std::string_view key) const;
     void close_if_unused(std::uint32_t context);
+    void close_forgotten_contexts();
 
     const CoreConfig& config_;
     const LeaseTable& leases_;

@@ -10,6 +10,7 @@
 
 #include "aiokv/device_pool.hpp"
 #include "aiokv/digest.hpp"
+#include "aiokv/evicted_runs.hpp"
 #include "aiokv/item_keys.hpp"
 #include "aiokv/node.hpp"
 #include "aiokv/return_rates.hpp"
@@ -105,6 +106,7 @@ struct Lease {
     std::vector<ReuseClass>
         classes;  // by stretch of the prompt; empty before a grant, and with lru
     std::uint32_t stretch_shift = 0;  // log2 of the blocks in a stretch
+    std::vector<MissedRun> missed;    // of the last grant, in order; see Misses
     std::vector<Digest> digests;      // with stores, while matched: of blocks from first_digest on
     std::vector<TransferId> onloads;  // unfinished onloads that write blocks of the table
     std::vector<BlockId> tail_host;   // while swapped: host ids of computed blocks behind the path

@@ -32,6 +32,9 @@ class Matching {
     // Shortens the path. A later grant walks again.
     static void shorten(Lease& lease, std::size_t blocks);
 
+    // The end of the blocks that a hit may have.
+    std::size_t hit_limit(const Lease& lease) const;
+
     // The end of the cached blocks of a prompt, even if no hit may end there, and the end of the
     // blocks that a hit may have.
     struct Frontier {
@@ -71,7 +74,6 @@ class Matching {
     std::vector<std::uint32_t> snapshot_points(const Lease& lease) const;
 
   private:
-    std::size_t hit_limit(const Lease& lease) const;
     std::size_t boundary_before(std::size_t length) const;
     std::size_t resident_prefix(const Lease& lease) const;
 

@@ -20,6 +20,7 @@
 #include <span>
 #include <vector>
 
+#include "aiokv/evicted_runs.hpp"
 #include "aiokv/item_keys.hpp"
 #include "aiokv/node.hpp"
 #include "aiokv/slab.hpp"
@@ -116,7 +117,9 @@ class PrefixTree {
   public:
     static constexpr std::uint32_t kFork = 0x80000000;
 
-    PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes, std::size_t populated_nodes);
+    // `history_blocks`: most evicted blocks that EvictedRuns remembers.
+    PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes, std::size_t populated_nodes,
+               std::uint32_t history_blocks = 0);
 
     Node& operator[](NodeId id) { return nodes_[id]; }
     const Node& operator[](NodeId id) const { return nodes_[id]; }
@@ -251,14 +254,27 @@ class PrefixTree {
     void unlink(NodeId node);
     // Forgets the children of a node. The node is or becomes detached, and so do the children.
     void forget_children(NodeId node);
-    void free(NodeId node);
+    // `evicted_from`: its former parent, if the history shall remember the block.
+    void free(NodeId node, NodeId evicted_from = kNone);
     // Frees all blocks of a run. They are detached, and their children are or become detached.
     void free_run(RunId id);
     // Frees all blocks except the roots and those of the runs in `kept`, without access to them.
     // They must be in no queue, and the kept ones detached.
     void clear(std::span<const NodeId> roots, std::span<const RunId> kept);
-    // Frees the last `count` blocks of a run that has no children.
+    // Frees the last `count` blocks of a run that has no children. The history remembers them.
     void trim(RunId id, std::uint32_t count);
+
+    // -- history
+    EvictedRuns& evicted() { return evicted_; }
+    const EvictedRuns& evicted() const { return evicted_; }
+    // An evicted run whose leading blocks hold the requested tokens.
+    struct EvictedPart {
+        RunId run = kNoRun;
+        std::uint32_t blocks = 0;
+    };
+    // Finds a run below `parent`, which is in the tree or was evicted. At most `limit` blocks.
+    EvictedPart find_evicted(NodeId parent, const std::int32_t* tokens,
+                             std::span<const ItemKey> items, std::size_t limit) const;
 
     // Call when kDeviceResident of a block changes. Only the first block of a run can have
     // siblings, so others are not counted.
@@ -307,9 +323,12 @@ class PrefixTree {
     std::uint32_t live_nodes() const { return live_; }
     // Returns the first id that was never used: a scan of all nodes ends before it.
     NodeId end_id() const { return static_cast<NodeId>(nodes_.size()); }
-    bool is_live(NodeId node) const { return !free_slots_.is_free(static_cast<BlockId>(node)); }
+    bool is_live(NodeId node) const {
+        return !free_slots_.is_free(static_cast<BlockId>(node)) && !evicted_.contains(node);
+    }
     std::size_t node_bytes() const {
-        return nodes_.bytes() + run_of_.bytes() + runs_.bytes() + free_slots_.bytes();
+        return nodes_.bytes() + run_of_.bytes() + runs_.bytes() + free_slots_.bytes() +
+               evicted_.bytes();
     }
     std::size_t fork_bytes() const;
     std::size_t token_bytes() const { return tokens_.bytes(); }
@@ -328,6 +347,11 @@ class PrefixTree {
     }
     BlockPool::Extent take_slots(std::size_t count);
     void free_slots(NodeId first, std::uint32_t count);
+    void retire(NodeId first, std::uint32_t count, NodeId parent);
+    void forget_evicted(RunId id);
+    void forget_orphans();
+    BlockPool::Extent revive(NodeId parent, const std::int32_t* tokens,
+                             std::span<const ItemKey> items, std::size_t count);
     RunId open_run(NodeId first, std::uint32_t length, NodeId parent);
     void close_run(RunId id);
     RunId split(RunId id, NodeId lower);
@@ -372,6 +396,8 @@ class PrefixTree {
     std::size_t child_bytes_ = 0;  // memory of the tables of all forks
     ItemKeys item_keys_;
     std::uint32_t live_ = 0;
+    EvictedRuns evicted_;
+    bool has_orphans_ = false;  // blocks above evicted runs may have been freed
 };
 
 }  // namespace aiokv

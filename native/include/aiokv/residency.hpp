@@ -98,7 +98,8 @@ class Residency {
     std::uint32_t evictable() const { return evictable_.evictable_device(); }
     // Number of free or evictable blocks: an upper limit of the room that can be made now.
     std::uint32_t device_room() const { return device_.free_blocks() + evictable(); }
-    bool make_room(std::uint32_t blocks, Unsaved unsaved = Unsaved::kKept);
+    // `demand`: the lease that needs the room, for the history of evictions; 0 for none.
+    bool make_room(std::uint32_t blocks, Unsaved unsaved = Unsaved::kKept, LeaseId demand = 0);
     // Returns true if the last make_room() stopped at a block that has to be saved first.
     bool stopped_at_unsaved() const { return stopped_at_unsaved_; }
     // Evicts up to `blocks` blocks; stops at a block that has to be saved first. See Saver.
@@ -140,6 +141,7 @@ class Residency {
     // Drops a held node whose host copy is wrong, and all nodes below it. Idempotent.
     void lose_host_copy(NodeId node) {
         if (tree_[node].has(kDetached)) return;
+        begin_eviction(EvictionCause::kFailure);
         drop(node);
         count_as(EvictionCause::kFailure);
     }
@@ -220,8 +222,8 @@ class Residency {
     void release_device_copy(NodeId node);
     void drop(NodeId node);
     void note_lost_child(NodeId parent);
-    void drop_subtree(NodeId top);
-    void detach(NodeId node);
+    void drop_subtree(NodeId top, NodeId above);
+    void detach(NodeId node, NodeId evicted_from = kNone);
     struct Leased {
         std::vector<RunId> runs;          // on the paths of leases
         std::vector<BlockId> device_ids;  // of these runs, and those that only a lease has
@@ -230,7 +232,10 @@ class Residency {
     std::optional<Leased> find_leased() const;
     void drop_all_but(const Leased& leased);
     bool drop_unused(RunId id);
-    void free_if_unowned(NodeId node);
+    void free_if_unowned(NodeId node, NodeId evicted_from = kNone);
+    void begin_eviction(EvictionCause cause, LeaseId demand = 0) {
+        tree_.evicted().reason() = {0, demand, cause, false};
+    }
     // Adds the uncounted blocks to the counts of one cause. Each public method that evicts or drops
     // blocks calls it last.
     void count_as(EvictionCause cause);

@@ -38,6 +38,7 @@ CoreConfig checked(const CoreConfig& config) {
     };
     require_at_most("device_blocks", config.device_blocks);
     require_at_most("host_blocks", config.host_blocks);
+    require_at_most("miss_history_blocks", config.history_blocks);
     require_at_most("state_slots", config.state_slots);
     require_at_most("host_state_slots", config.host_state_slots);
     for (const WindowConfig& window : config.windows) {
@@ -90,13 +91,15 @@ Core::Core(const CoreConfig& config)
       external_(config_, device_, host_, leases_, index_, residency_, store_saver_, transfers_,
                 promises_, device_uses_, external_groups_),
       matching_(config_, index_, auxiliary_, transfers_),
+      misses_(config_, index_, promises_),
       fetches_(config_, index_, stored_, matching_, residency_, transfers_),
       publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_, uses_,
                    external_),
       swaps_(config_, device_, host_, leases_, index_, state_, windows_, auxiliary_, matching_,
              residency_, saver_, transfers_, promises_, uses_, publication_),
       grants_(config_, device_, leases_, index_, state_, windows_, auxiliary_, matching_,
-              residency_, saver_, transfers_, publication_, uses_, swaps_, store_saver_, fetches_),
+              residency_, saver_, transfers_, publication_, uses_, swaps_, store_saver_, fetches_,
+              misses_),
       releases_(config_, device_, leases_, index_, state_, windows_, auxiliary_, residency_,
                 transfers_, promises_, uses_, batches_, peers_, swaps_, external_),
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
@@ -365,6 +368,7 @@ CoreStatistics Core::statistics() const {
     fetches_.add_to(s);
     publication_.add_to(s);
     grants_.add_to(s);
+    misses_.add_to(s);
     peers_.add_to(s);
     external_.add_to(s);
     s.index_bytes += stored_.bytes();

@@ -74,7 +74,7 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
     }
     // Check first, so that a failed attempt takes nothing from swapped leases.
     if (needed + reserve_for(total, reserve) > residency_.device_room() ||
-        !swaps_.make_auxiliary_room(lease, total) || !residency_.make_room(needed) ||
+        !swaps_.make_auxiliary_room(lease, total) || !make_room(lease, needed) ||
         !fit_writable(lease, total, total - needed)) {
         residency_.unref(lease.path);
         return Grant::kNone;
@@ -95,8 +95,7 @@ bool Grants::fit_writable(Lease& lease, std::uint32_t total_blocks, std::size_t 
     if (blocks == lease.path.size()) return true;
     residency_.unref(std::span(lease.path).subspan(blocks));
     Matching::shorten(lease, blocks);  // a later attempt may use the other blocks
-    return residency_.make_room(total_blocks -
-                                static_cast<std::uint32_t>(std::min(blocks, resident)));
+    return make_room(lease, total_blocks - static_cast<std::uint32_t>(std::min(blocks, resident)));
 }
 
 // Fills the table entries of blocks that are on the device or being loaded, and counts this use.
@@ -137,6 +136,7 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     lease.epoch = index_.epoch();
     leases_.move(lease, LeaseState::kGranted);
     residency_.on_grant(lease);
+    if (!resumes && lease.flags.computes) misses_.explain(lease, matching_.hit_limit(lease));
     uses_.note(lease);
     hit_device_tokens_ += std::uint64_t{lease.device_hit} * config_.block_tokens;
     hit_host_tokens_ += std::uint64_t{lease.host_hit} * config_.block_tokens;

@@ -29,8 +29,11 @@ void set_spans(Lease& lease, std::span<const Item> items) {
 Index::Index(const CoreConfig& config, const LeaseTable& leases)
     : config_(config),
       leases_(leases),
-      tree_(config.block_tokens, std::size_t{config.device_blocks} + config.host_blocks + 64,
-            config.external_device ? config.host_blocks : config.device_blocks) {
+      tree_(config.block_tokens,
+            std::size_t{config.device_blocks} + config.host_blocks + config.history_blocks + 64,
+            (config.external_device ? config.host_blocks : config.device_blocks) +
+                std::size_t{config.history_blocks},
+            config.history_blocks) {
     open_context("");
     contexts_[0].leases = 1;  // so the empty context is never closed
 }
@@ -64,6 +67,7 @@ std::uint32_t Index::open_context(std::string_view key) {
     if (key.empty() && !contexts_.empty()) return 0;
     const auto [entry, is_new] = context_ids_.try_emplace(std::string(key), 0);
     if (!is_new) return entry->second;
+    close_forgotten_contexts();
     auto index = static_cast<std::uint32_t>(contexts_.size());
     if (free_contexts_.empty()) {
         contexts_.emplace_back();
@@ -81,10 +85,18 @@ std::uint32_t Index::open_context(std::string_view key) {
 void Index::close_if_unused(std::uint32_t index) {
     Context& context = contexts_[index];
     if (context.leases > 0 || context.growths > 0 || tree_.has_child(context.root)) return;
+    if (tree_.evicted().is_below_root(context.root)) return;
     tree_.free(context.root);
     context_ids_.erase(context.key);
     context = Context{};
     free_contexts_.push_back(index);
+}
+
+// Closes the contexts of which the history has forgotten the last block.
+void Index::close_forgotten_contexts() {
+    for (const NodeId root : tree_.evicted().take_bare_roots()) {
+        if (tree_.is_live(root) && tree_[root].has(kRoot)) close_context_if_unused(root);
+    }
 }
 
 void Index::close_unused_contexts() {
@@ -247,6 +259,7 @@ void Index::check(Report& report) const {
     std::size_t nodes_with_items = 0;
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
+        nodes_with_items += tree_.evicted().contains(node) && n.has(kHasItems);
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         nodes_with_items += n.has(kHasItems);
         if (n.has(kDetached)) continue;

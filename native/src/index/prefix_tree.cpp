@@ -93,12 +93,13 @@ void ChildSet::clear() {
 }
 
 PrefixTree::PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes,
-                       std::size_t populated_nodes)
+                       std::size_t populated_nodes, std::uint32_t history_blocks)
     : stride_(block_tokens),
       nodes_(expected_nodes, populated_nodes),
       tokens_(expected_nodes * block_tokens, populated_nodes * block_tokens),
       run_of_(expected_nodes, populated_nodes),
-      runs_(expected_nodes) {}
+      runs_(expected_nodes),
+      evicted_(history_blocks) {}
 
 std::size_t PrefixTree::fork_bytes() const {
     return forks_.size() * kForks * sizeof(ChildSet) + free_forks_.capacity() * 4 + child_bytes_;
@@ -128,6 +129,7 @@ std::uint32_t PrefixTree::tag(const std::int32_t* tokens, ItemKey items) const {
 
 // Takes the lowest free slots that are consecutive: at least one, at most `count`.
 BlockPool::Extent PrefixTree::take_slots(std::size_t count) {
+    if (has_orphans_) forget_orphans();
     if (free_slots_.free_blocks() == 0) {
         nodes_.grow(count);
         tokens_.grow(count * stride_);
@@ -137,6 +139,7 @@ BlockPool::Extent PrefixTree::take_slots(std::size_t count) {
     const BlockPool::Extent extent = free_slots_.take_extent(static_cast<std::uint32_t>(count));
     live_ += extent.count;
     std::fill_n(&nodes_[static_cast<std::size_t>(extent.first)], extent.count, Node{});
+    evicted_.forget_children(static_cast<NodeId>(extent.first), extent.count);
     return extent;
 }
 
@@ -146,6 +149,66 @@ void PrefixTree::free_slots(NodeId first, std::uint32_t count) {
     }
     free_slots_.give_back({static_cast<BlockId>(first), count});
     live_ -= count;
+}
+
+// -- history ---------------------------------------------------------------------------------
+
+// Moves the blocks of a run that have left the tree to the history, or frees them without one.
+void PrefixTree::retire(NodeId first, std::uint32_t count, NodeId parent) {
+    if (count > evicted_.limit()) {
+        has_orphans_ = has_orphans_ || evicted_.blocks() > 0;
+        return free_slots(first, count);
+    }
+    live_ -= count;
+    evicted_.add(first, count, parent, nodes_[parent].has(kRoot), tag(first));
+    while (evicted_.blocks() > evicted_.limit()) forget_evicted(evicted_.oldest());
+}
+
+void PrefixTree::forget_evicted(RunId id) {
+    const EvictedRuns::Run run = evicted_[id];
+    evicted_.remove(id);
+    live_ += run.length;
+    free_slots(run.first, run.length);
+}
+
+// Forgets the runs below freed blocks, before the slots of these get other tokens.
+void PrefixTree::forget_orphans() {
+    has_orphans_ = false;
+    for (RunId id = evicted_.newest(); id != kNoRun;) {
+        const RunId older = evicted_[id].older;
+        if (free_slots_.is_free(static_cast<BlockId>(evicted_[id].parent))) forget_evicted(id);
+        id = older;
+    }
+}
+
+PrefixTree::EvictedPart PrefixTree::find_evicted(NodeId parent, const std::int32_t* tokens,
+                                                 std::span<const ItemKey> items,
+                                                 std::size_t limit) const {
+    if (limit == 0 || !evicted_.is_above(parent)) return {};
+    const ItemKey key = key_of(items, 0);
+    const auto matches = [&](NodeId first) { return equal(first, tokens, key); };
+    const RunId id = evicted_.find(parent, tag(tokens, key), matches);
+    if (id == kNoRun) return {};
+    const EvictedRuns::Run& run = evicted_[id];
+    const auto most = std::min<std::size_t>(run.length, limit);
+    return {id, static_cast<std::uint32_t>(equal_blocks(run.first, tokens, items, most))};
+}
+
+// Takes the slots of evicted blocks with these tokens out of the history: at most `count`.
+BlockPool::Extent PrefixTree::revive(NodeId parent, const std::int32_t* tokens,
+                                     std::span<const ItemKey> items, std::size_t count) {
+    const EvictedPart part = find_evicted(parent, tokens, items, count);
+    if (part.blocks == 0) return {0, 0};
+    const EvictedRuns::Run run = evicted_[part.run];
+    const NodeId next = run.first + part.blocks;
+    evicted_.take_front(part.run, part.blocks, part.blocks < run.length ? tag(next) : 0);
+    live_ += part.blocks;
+    for (NodeId slot = run.first; slot < next; ++slot) {
+        const std::uint16_t kept = nodes_[slot].has(kHasItems) ? kHasItems : 0;
+        nodes_[slot] = Node{};
+        nodes_[slot].set(kept);
+    }
+    return {static_cast<BlockId>(run.first), part.blocks};
 }
 
 // -- runs ------------------------------------------------------------------------------------
@@ -321,13 +384,17 @@ void PrefixTree::add_chain(NodeId parent, const std::int32_t* tokens,
                            std::span<const ItemKey> items, std::size_t count,
                            std::vector<NodeId>& path) {
     for (std::size_t added = 0; added < count;) {
-        const BlockPool::Extent extent = take_slots(count - added);
-        const auto first = static_cast<NodeId>(extent.first);
         const std::int32_t* source = tokens + added * stride_;
+        BlockPool::Extent extent = revive(parent, source, keys_from(items, added), count - added);
+        const bool is_new = extent.count == 0;
+        if (is_new) extent = take_slots(count - added);
+        const auto first = static_cast<NodeId>(extent.first);
         // The next match of these blocks is far away, so their tokens bypass the caches.
-        copy_bytes(&tokens_[std::size_t{first} * stride_], source,
-                   extent.count * stride_ * sizeof(std::int32_t), true);
-        for (std::size_t i = 0; i < extent.count && added + i < items.size(); ++i) {
+        if (is_new) {
+            copy_bytes(&tokens_[std::size_t{first} * stride_], source,
+                       extent.count * stride_ * sizeof(std::int32_t), true);
+        }
+        for (std::size_t i = 0; is_new && i < extent.count && added + i < items.size(); ++i) {
             if (items[added + i] == kNoItems) continue;
             nodes_[first + i].set(kHasItems);
             item_keys_.attach(static_cast<NodeId>(first + i), items[added + i]);
@@ -409,7 +476,7 @@ void PrefixTree::forget_children(NodeId node) {
     run.child = kNone;
 }
 
-void PrefixTree::free(NodeId node) {
+void PrefixTree::free(NodeId node, NodeId evicted_from) {
     if (has_child(node)) throw InternalError("a node with children was freed");
     if (const Run& whole = run(node); whole.first < node && node < whole.last()) {
         split_before(node);
@@ -421,19 +488,24 @@ void PrefixTree::free(NodeId node) {
         ++run.first;
         run.parent = kNone;
     }
-    free_slots(node, 1);
     if (--run.length == 0) close_run(id);
+    if (evicted_from != kNone) return retire(node, 1, evicted_from);
+    has_orphans_ = has_orphans_ || evicted_.is_above(node);
+    free_slots(node, 1);
 }
 
 void PrefixTree::free_run(RunId id) {
     const Run run = runs_[id];
     if (is_fork(run.child)) free_fork(run.child);
+    has_orphans_ = has_orphans_ || evicted_.blocks() > 0;
     free_slots(run.first, run.length);
     close_run(id);
 }
 
 void PrefixTree::clear(std::span<const NodeId> roots, std::span<const RunId> kept) {
     item_keys_.detach_all();
+    evicted_.clear();
+    has_orphans_ = false;
     std::vector<Run> runs;
     for (const NodeId root : roots) {
         Run bare{.first = root, .length = 1};
@@ -465,10 +537,12 @@ void PrefixTree::clear(std::span<const NodeId> roots, std::span<const RunId> kep
 void PrefixTree::trim(RunId id, std::uint32_t count) {
     Run& run = runs_[id];
     if (run.child != kNone) throw InternalError("a node with children was freed");
+    const NodeId first = run.last() - count + 1;
+    const NodeId parent = count == run.length ? run.parent : first - 1;
     if (count == run.length) unlink(run.first);
-    free_slots(run.last() - count + 1, count);
     run.length -= count;
     if (run.length == 0) close_run(id);
+    retire(first, count, parent);
 }
 
 void PrefixTree::check(Report& report) const {
@@ -483,6 +557,18 @@ void PrefixTree::check(Report& report) const {
                            node);
         });
     }
+    std::uint32_t blocks = 0;
+    evicted_.for_each([&](const EvictedRuns::Run& run) {
+        blocks += run.length;
+        report.require(has_orphans_ || !free_slots_.is_free(static_cast<BlockId>(run.parent)),
+                       "I2: evicted node ", run.first, " is below a freed one");
+        report.require(find_child(run.parent, tokens(run.first), items(run.first)) == kNone ||
+                           !is_live(run.parent),
+                       "I2: node ", run.first, " is evicted and in the tree");
+    });
+    report.require(blocks == evicted_.blocks() && blocks <= evicted_.limit() &&
+                       live_ + blocks + free_slots_.free_blocks() == free_slots_.capacity(),
+                   "I1: ", live_, " nodes and ", blocks, " evicted ones");
 }
 
 }  // namespace aiokv

@@ -30,7 +30,7 @@ Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& store
 // Frees a detached node when nothing uses it. Leases use its device copy only, and no swapped lease
 // can be resumed with it. Without a device copy, transfers that hold the node may read the host
 // copy.
-void Residency::free_if_unowned(NodeId node) {
+void Residency::free_if_unowned(NodeId node, NodeId evicted_from) {
     Node& n = tree_[node];
     if (n.pins > 0) return;
     if (n.holds > 0 && (config_.external_device || stored_.has(node, kSaving))) return;
@@ -46,11 +46,12 @@ void Residency::free_if_unowned(NodeId node) {
         --device_nodes_;
     }
     n.device = kNoBlock;
-    if (n.holds == 0) tree_.free(node);
+    if (n.holds == 0) tree_.free(node, evicted_from);
 }
 
-// Makes the node unmatchable, and frees copies that no lease and no transfer uses.
-void Residency::detach(NodeId node) {
+// Makes the node unmatchable, and frees copies that no lease and no transfer uses. `evicted_from`:
+// its parent, if the history shall remember the block.
+void Residency::detach(NodeId node, NodeId evicted_from) {
     Node& n = tree_[node];
     evictable_.dequeue(tree_.run_of(node));  // all of it: the blocks below are dropped, too
     n.set(kDetached);
@@ -60,16 +61,19 @@ void Residency::detach(NodeId node) {
     if (n.has(kHasSides)) auxiliary_.forget(node);
     tree_.forget_children(node);
     ++uncounted_.dropped;
-    free_if_unowned(node);
+    free_if_unowned(node, evicted_from);
 }
 
-void Residency::drop_subtree(NodeId top) {
+// Detaches a node, which has left its parent `above`, and all below it. The history needs a block
+// after the blocks below it.
+void Residency::drop_subtree(NodeId top, NodeId above) {
     scratch_.assign(1, top);
-    while (!scratch_.empty()) {
+    for (std::size_t i = 0; i < scratch_.size(); ++i) {
+        tree_.for_each_child(scratch_[i], [&](NodeId child) { scratch_.push_back(child); });
+    }
+    for (; !scratch_.empty(); scratch_.pop_back()) {
         const NodeId node = scratch_.back();
-        scratch_.pop_back();
-        tree_.for_each_child(node, [&](NodeId child) { scratch_.push_back(child); });
-        detach(node);
+        detach(node, node == top ? above : tree_.parent(node));
     }
 }
 
@@ -78,9 +82,9 @@ void Residency::drop(NodeId node) {
     const NodeId parent = tree_.parent(node);
     tree_.unlink(node);
     if (!tree_.has_child(node)) {
-        detach(node);
+        detach(node, parent);
     } else {
-        drop_subtree(node);
+        drop_subtree(node, parent);
     }
     index_.change();
     note_lost_child(parent);
@@ -103,6 +107,7 @@ void Residency::release_device_copy(NodeId node) {
     lose(node, kDeviceValid);
     tree_.count_device_child(node, -1);
     ++uncounted_.evicted_device;
+    tree_.evicted().reason().from_host = false;
     if (!n.has(kHostValid)) return drop(node);
     host_copies_.remove(n.host);
     index_.change();
@@ -192,6 +197,7 @@ std::uint32_t Residency::evict_plain(std::uint32_t most) {
     if (count == 0) return 0;
     device_nodes_ -= count;
     uncounted_.evicted_device += count;
+    tree_.evicted().reason().from_host = false;
     trim(id, count);
     return count;
 }
@@ -236,6 +242,7 @@ std::uint32_t Residency::evict_some_device(std::uint32_t most, Unsaved unsaved) 
 std::uint32_t Residency::evict_some_host(std::uint32_t most) {
     const NodeId last = evictable_.host_front();
     if (last == kNone) return 0;
+    tree_.evicted().reason().from_host = true;
     const std::uint32_t count = tree_.has_child(last) ? 0 : count_up(last, most, [](const Node& n) {
         return n.device == kNoBlock && n.pins == 0 && n.holds == 0 && !n.has(kHasSides);
     });
@@ -264,9 +271,10 @@ bool Residency::evict_one_host() {
     return false;
 }
 
-bool Residency::make_room(std::uint32_t blocks, Unsaved unsaved) {
+bool Residency::make_room(std::uint32_t blocks, Unsaved unsaved, LeaseId demand) {
     stopped_at_unsaved_ = false;
     if (device_.free_blocks() >= blocks) return true;
+    begin_eviction(EvictionCause::kCapacity, demand);
     while (device_.free_blocks() < blocks &&
            evict_some_device(blocks - device_.free_blocks(), unsaved) > 0) {
     }
@@ -275,6 +283,7 @@ bool Residency::make_room(std::uint32_t blocks, Unsaved unsaved) {
 }
 
 std::uint32_t Residency::evict_device(std::uint32_t blocks) {
+    begin_eviction(EvictionCause::kRequest);
     std::uint32_t evicted = 0;
     while (evicted < blocks) {
         const std::uint32_t more = evict_some_device(blocks - evicted, Unsaved::kKept);
@@ -286,6 +295,7 @@ std::uint32_t Residency::evict_device(std::uint32_t blocks) {
 }
 
 std::uint32_t Residency::evict_host(std::uint32_t blocks) {
+    begin_eviction(EvictionCause::kRequest);
     std::uint32_t evicted = 0;
     while (evicted < blocks) {
         const std::uint32_t more = evict_some_host(blocks - evicted);

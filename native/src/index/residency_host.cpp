@@ -117,6 +117,7 @@ bool Residency::could_make_host_room(std::size_t blocks) const {
 }
 
 void Residency::evict_host_until_free(std::size_t blocks) {
+    begin_eviction(EvictionCause::kCapacity);
     while (host_.free_blocks() < blocks &&
            evict_some_host(static_cast<std::uint32_t>(blocks - host_.free_blocks())) > 0) {
     }

@@ -42,6 +42,7 @@ std::vector<NodeId> Residency::beyond_device(std::int64_t blocks) {
 }
 
 void Residency::evict(std::span<const NodeId> nodes, EvictionCause cause) {
+    begin_eviction(cause);
     for (const NodeId node : nodes) release_device_copy(node);
     count_as(cause);
 }
@@ -58,6 +59,8 @@ void Residency::forget_host() {
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         uncounted_.evicted_host += is_on_host_alone(node);
     }
+    begin_eviction(EvictionCause::kSleep);
+    tree_.evicted().reason().from_host = true;
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (is_on_host_alone(node)) drop(node);  // including its subtree
     }

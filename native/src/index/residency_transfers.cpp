@@ -37,6 +37,7 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
     onloaded_ += good;
     failed_ += nodes.size() - good;
     if (good < nodes.size() && !tree_[nodes[good]].has(kDetached)) {
+        begin_eviction(EvictionCause::kFailure);
         drop(nodes[good]);
         count_as(EvictionCause::kFailure);
     }
@@ -65,6 +66,7 @@ void Residency::cancel_onload(const Transfer& transfer) {
         // copy. Its path would have a gap without the block, so drop it: that lease publishes its
         // own copy.
         if (tree_.refs(node) > 0 || tree_.has_device_child(node)) {
+            begin_eviction(EvictionCause::kFailure);
             drop(node);
             continue;
         }

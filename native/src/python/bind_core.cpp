@@ -12,6 +12,7 @@
 
 #include "aiokv/core.hpp"
 #include "aiokv/error.hpp"
+#include "aiokv/tick_clock.hpp"
 #include "bindings.hpp"
 
 namespace nb = nanobind;
@@ -293,6 +294,50 @@ HotPrefixesTuple hot_prefix_tuples(const Core& core, std::size_t limit) {
     return nb::make_tuple(tuples, found.complete);
 }
 
+using MissTuple =
+    nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::string, std::optional<double>,
+              std::string, bool, std::uint64_t, std::optional<std::string>,
+              std::optional<nb::typed<nb::tuple, std::uint32_t, std::int32_t, std::int32_t>>>;
+
+const char* name_of(MissCause cause) {
+    constexpr std::array<const char*, kMissCauses> names = {
+        "never_seen", "diverged", "evicted", "other_context", "pending", "unusable"};
+    return names[static_cast<std::size_t>(cause)];
+}
+
+std::vector<MissTuple> miss_tuples(const Core& core, LeaseId id) {
+    std::vector<MissTuple> tuples;
+    for (const MissedRun& run : core.missed(id)) {
+        const bool evicted = run.cause == MissCause::kEvicted;
+        nb::object seconds = nb::none();
+        nb::object context = nb::none();
+        nb::object divergence = nb::none();
+        if (evicted) {
+            const std::uint64_t ns = tick_nanoseconds() - run.eviction.at_ns;
+            seconds = nb::float_(static_cast<double>(ns) / 1e9);
+        }
+        if (run.cause == MissCause::kOtherContext) context = nb::cast(core.context_of(run));
+        if (run.cause == MissCause::kDiverged) {
+            if (const auto found = core.divergence(id, run)) {
+                divergence = nb::make_tuple(found->position, found->token, found->known_token);
+            }
+        }
+        tuples.push_back(
+            nb::make_tuple(run.first, run.end, name_of(run.cause), seconds,
+                           evicted ? name_of(run.eviction.cause) : "", run.eviction.from_host,
+                           evicted ? run.eviction.demand : run.owner, context, divergence));
+    }
+    return tuples;
+}
+
+std::map<std::string, std::uint64_t> missed_by_cause(const MissCounts& counts) {
+    std::map<std::string, std::uint64_t> named;
+    for (std::size_t i = 0; i < kMissCauses; ++i) {
+        named[name_of(static_cast<MissCause>(i))] = counts[i];
+    }
+    return named;
+}
+
 using LeaseTuple = nb::typed<nb::tuple, LeaseId, double, std::uint32_t, std::uint32_t,
                              std::uint32_t, std::uint32_t, std::size_t>;
 
@@ -337,6 +382,8 @@ std::size_t copy_int64s(const LeaseIdArray& array, MutableTokenArray out) {
 void bind_statistics(nb::module_& m) {
     using S = CoreStatistics;
     nb::class_<S>(m, "CoreStatistics")
+        .def_prop_ro("missed_tokens_by_cause",
+                     [](const S& s) { return missed_by_cause(s.missed_tokens); })
         .def_ro("device_free", &S::device_free)
         .def_ro("device_cached", &S::device_cached)
         .def_ro("device_leased", &S::device_leased)
@@ -461,7 +508,8 @@ void bind_core(nb::module_& m) {
                std::string eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
                const StoreConfig* stores, std::uint32_t host_state_slots, bool external_device,
-               bool splits_items, const std::map<std::string, double>& shares) {
+               bool splits_items, const std::map<std::string, double>& shares,
+               std::uint32_t history_blocks) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step, sink, host] : windows)
                     groups.push_back({blocks, window, step, sink, host});
@@ -476,7 +524,7 @@ void bind_core(nb::module_& m) {
                     write_policy, write_uses, low_watermark_blocks, min_onload_blocks,
                     std::move(eviction), state_slots, std::move(groups), max_leases,
                     stores != nullptr ? *stores : StoreConfig{}, host_state_slots, external_device,
-                    splits_items, std::move(salts), std::move(parts)});
+                    splits_items, std::move(salts), std::move(parts), history_blocks});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = SavePolicy::kNone,
@@ -484,7 +532,7 @@ void bind_core(nb::module_& m) {
             "eviction"_a = "lru", "state_slots"_a = 0, "windows"_a = std::vector<WindowTuple>(),
             "max_leases"_a = kMaxLeases, "stores"_a.none() = nb::none(), "host_state_slots"_a = 0,
             "external_device"_a = false, "splits_items"_a = false,
-            "shares"_a = std::map<std::string, double>())
+            "shares"_a = std::map<std::string, double>(), "history_blocks"_a = 0)
         .def(
             "match",
             [](Core& core, Tokens tokens, std::string_view context, bool reads, bool writes) {
@@ -647,6 +695,11 @@ void bind_core(nb::module_& m) {
             "cached_store_tokens",
             [](const Core& core, LeaseId id) { return core.usage(id).cached_store_tokens; },
             "lease"_a, "Of the cached tokens: those whose blocks a fetch brought for this lease.")
+        .def("missed", &miss_tuples, "lease"_a,
+             "Causes of the missed blocks of the last grant: (first block, end, cause, seconds "
+             "since "
+             "the eviction, its cause, whether the host had the last copy, lease that needed the "
+             "room or computes the blocks, other context, (position, token, known token)).")
         .def("group_hit", &group_hit, "lease"_a, "group"_a,
              "(device_blocks, host_blocks) of the last grant in a group; group -1: state.")
         .def("missing", &missing, "lease"_a,
