@@ -159,6 +159,9 @@ class Histogram:
 
 class CoreStatistics:
     @property
+    def missed_tokens_by_cause(self) -> dict[str, int]: ...
+
+    @property
     def device_free(self) -> int: ...
 
     @property
@@ -624,6 +627,11 @@ class Core:
     def cached_store_tokens(self, lease: int) -> int:
         """
         Of the cached tokens: those whose blocks a fetch brought for this lease.
+        """
+
+    def missed(self, lease: int) -> list[tuple[int, int, str, float | None, str, bool, int, str | None, tuple[int, int, int] | None]]:
+        """
+        Causes of the missed blocks of the last grant: (first block, end, cause, seconds since the eviction, its cause, whether the host had the last copy, lease that needed the room or computes the blocks, other context, (position, token, known token)).
         """
 
     def group_hit(self, lease: int, group: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 Written by ``make stubs``.
 """
 
+from aiokv.base.misses import MissedRange
 from aiokv.base.types import Health
 from aiokv.base.types import Hit
 from aiokv.base.types import Item
@@ -252,6 +253,12 @@ class RecordedVerbs:
         See ``Lease.usage``.
         """
 
+    def missed(self, lease: SyncLease) -> Answer[tuple[MissedRange, ...]]:
+        """Causes of the prompt blocks that the last grant did not hit, in order of position.
+
+        See ``Lease.missed``.
+        """
+
     def advance(
         self, batch: SyncComputing[LeaseT] | Batch[LeaseT], tokens: StepTokenIds, counts: TokenIds |
         None = None, *, draft_tokens: int = 0
@@ -455,6 +462,15 @@ class LeaseVerbs:
     @property
     def usage(self) -> Usage:
         """Cached tokens and waiting times of the request so far; read it before ``release``."""
+
+    @property
+    def missed(self) -> tuple[MissedRange, ...]:
+        """Causes of the prompt blocks that the last grant did not hit, in order of position.
+
+        Empty before a grant, without ``CacheConfig.miss_history_blocks``, and when the hit reaches
+        the last block that a hit can have. The causes are those at the time of the grant. Read them
+        before ``release``.
+        """
 
     def receive(
         self, num_tokens: int | None = None, *, timeout: float = 10.0, open_timeout: float | None =

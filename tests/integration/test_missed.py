@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from aiokv import CacheConfig, CacheEngine
 from aiokv.statistics import MissedRange
 from aiokv.sync import SyncEngine
@@ -22,6 +24,7 @@ async def serve(engine: CacheEngine, tokens: list[int], salt: str = "") -> list[
     return list(missed)
 
 
+@pytest.mark.asyncio
 async def test_evicted_blocks_name_the_lease_that_needed_the_room() -> None:
     async with make_engine() as engine:
         assert [m.cause for m in await serve(engine, PROMPT)] == ["never_seen"]
@@ -39,6 +42,7 @@ async def test_evicted_blocks_name_the_lease_that_needed_the_room() -> None:
     assert counts["never_seen"] == 24
 
 
+@pytest.mark.asyncio
 async def test_eviction_by_request_has_no_lease() -> None:
     async with make_engine() as engine:
         await serve(engine, PROMPT)
@@ -48,6 +52,7 @@ async def test_eviction_by_request_has_no_lease() -> None:
     assert (missed.eviction_cause, missed.lease_id) == ("request", None)
 
 
+@pytest.mark.asyncio
 async def test_diverged_prompt_names_position_and_both_tokens() -> None:
     async with make_engine() as engine:
         await serve(engine, PROMPT)
@@ -56,6 +61,7 @@ async def test_diverged_prompt_names_position_and_both_tokens() -> None:
     assert (missed.diverged_at, missed.token, missed.known_token) == (6, 99, 6)
 
 
+@pytest.mark.asyncio
 async def test_tokens_of_another_salt_name_the_salt() -> None:
     async with make_engine() as engine:
         await serve(engine, PROMPT, salt="other")
@@ -63,6 +69,7 @@ async def test_tokens_of_another_salt_name_the_salt() -> None:
     assert (missed.cause, missed.salt, missed.adapter) == ("other_context", "other", "")
 
 
+@pytest.mark.asyncio
 async def test_block_that_another_lease_computes_is_pending() -> None:
     async with (
         make_engine() as engine,
@@ -75,6 +82,7 @@ async def test_block_that_another_lease_computes_is_pending() -> None:
         assert (missed.cause, missed.lease_id) == ("pending", owner.id)
 
 
+@pytest.mark.asyncio
 async def test_without_history_nothing_is_explained() -> None:
     async with make_engine(history=0) as engine:
         assert await serve(engine, PROMPT) == []
