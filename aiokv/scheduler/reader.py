@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from aiokv._native import Core, GroupStatistics
     from aiokv.base.groups import BlockGroup
-    from aiokv.base.misses import MissTuple
     from aiokv.base.types import LeaseIds, LeaseWait, TokenIds
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.admission import Admission
@@ -186,7 +185,7 @@ class CacheReader:
         """Tokens per block."""
         return self._config.block_tokens
 
-    def missed(self, lease_id: int) -> list[MissTuple]:
+    def missed(self, lease_id: int) -> list[Any]:
         """Return the causes of the missed blocks of the last grant; see ``Core.missed``."""
         return self._core.missed(lease_id)
 
