@@ -92,7 +92,7 @@ class Walk:
                 host_blocks=random.choice((0, 1, 2, 3, HOST_BLOCKS)),
                 reserve_blocks=random.choice((0, 1, 3)),
                 low_watermark_blocks=random.choice((0, 2)),
-                miss_history_blocks=random.choice((0, 3, 100)),
+                miss_history_blocks=(0, 3, 100)[config.device_blocks % 3],
                 eviction_policy=random.choice(("lru", "adaptive")),
             )
         self.config = config
