@@ -87,6 +87,8 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
     add_count(group, "--host-blocks", 0, "capacity of the host tier in blocks; 0: none", minimum=0)
     text = "when to copy blocks to host memory; all: compare the three copying policies"
     add_choice(group, "--write-policy", (*SAVING_POLICIES, "none", "all"), text)
+    text = "evicted blocks to remember, to say why tokens were not hit; 0: do not say"
+    add_count(group, "--miss-history-blocks", 0, text, minimum=0)
     text = "which blocks to evict first; all: compare the policies with each other and with MIN"
     add_choice(
         group, "--eviction-policy", (*EVICTION_POLICIES, "all"), text, DEFAULT_EVICTION_POLICY
