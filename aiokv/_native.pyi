@@ -423,7 +423,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: SavePolicy = SavePolicy.NONE, write_uses: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, external_device: bool = False, splits_items: bool = False, shares: Mapping[str, float] = {}) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: SavePolicy = SavePolicy.NONE, write_uses: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, external_device: bool = False, splits_items: bool = False, shares: Mapping[str, float] = {}, history_blocks: int = 0) -> None: ...
 
     def match(self, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """

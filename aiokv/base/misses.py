@@ -27,7 +27,7 @@ class MissedRange(msgspec.Struct, frozen=True, kw_only=True):
             ``"pending"``: another lease was computing the blocks. ``"unusable"``: the blocks are
             cached, but no hit can end behind them, such as a host hit below
             ``CacheConfig.min_onload_tokens``.
-        evicted_seconds: seconds from the eviction to the call.
+        evicted_seconds: seconds from the eviction of the first block to the call.
         eviction_cause: ``"capacity"``, ``"request"`` (a call of ``evict``), ``"resize"``,
             ``"sleep"`` or ``"failure"`` (a copy failed).
         tier: tier that had the last copy, ``"device"`` or ``"host"``.

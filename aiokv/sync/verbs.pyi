@@ -467,9 +467,7 @@ class LeaseVerbs:
     def missed(self) -> tuple[MissedRange, ...]:
         """Causes of the prompt blocks that the last grant did not hit, in order of position.
 
-        Empty before a grant, without ``CacheConfig.miss_history_blocks``, and when the hit reaches
-        the last block that a hit can have. The causes are those at the time of the grant. Read them
-        before ``release``.
+        See ``Lease.missed``.
         """
 
     def receive(

@@ -83,6 +83,38 @@ async def test_block_that_another_lease_computes_is_pending() -> None:
 
 
 @pytest.mark.asyncio
+async def test_forgotten_tokens_were_evicted_by_request() -> None:
+    async with make_engine() as engine:
+        await serve(engine, PROMPT)
+        engine.forget(PROMPT)
+        (missed,) = await serve(engine, PROMPT)
+    assert (missed.cause, missed.eviction_cause) == ("evicted", "request")
+
+
+@pytest.mark.asyncio
+async def test_purge_forgets_evicted_tokens() -> None:
+    async with make_engine() as engine:
+        await serve(engine, PROMPT, salt="left")
+        await engine.evict(2)
+        await engine.purge("left")
+        for salt in ("left", "other"):
+            (missed,) = await serve(engine, PROMPT, salt=salt)
+            assert missed.cause == "never_seen"
+            await engine.reset()
+
+
+@pytest.mark.asyncio
+async def test_reset_forgets_evicted_tokens() -> None:
+    async with make_engine() as engine, await engine.match([7, 7]) as open_lease:
+        await open_lease.allocate(2)
+        await serve(engine, PROMPT[:9])
+        await engine.evict(2)
+        await engine.reset()
+        (missed,) = await serve(engine, PROMPT[:9])
+    assert missed.cause == "never_seen"
+
+
+@pytest.mark.asyncio
 async def test_without_history_nothing_is_explained() -> None:
     async with make_engine(history=0) as engine:
         assert await serve(engine, PROMPT) == []

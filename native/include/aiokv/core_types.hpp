@@ -92,7 +92,7 @@ struct CoreConfig {
     bool splits_items = false;           // a hit may end inside a multimodal item
     std::vector<std::string> share_salts = {};  // salts with a share of the cached blocks
     std::vector<double> shares = {};            // of each of them, between 0 and 1
-    std::uint32_t history_blocks = 0;    // most evicted blocks to remember; see EvictedRuns
+    std::uint32_t history_blocks = 0;           // most evicted blocks to remember; see EvictedRuns
 
     // Returns true if a device block with this number of uses is copied to host memory.
     bool copies_after(std::uint32_t uses) const {

@@ -267,6 +267,7 @@ class PrefixTree {
     // -- history
     EvictedRuns& evicted() { return evicted_; }
     const EvictedRuns& evicted() const { return evicted_; }
+    void forget_history();
     // An evicted run whose leading blocks hold the requested tokens.
     struct EvictedPart {
         RunId run = kNoRun;

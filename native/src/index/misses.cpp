@@ -1,12 +1,22 @@
 #include "aiokv/misses.hpp"
 
 #include <algorithm>
+#include <tuple>
 
 namespace aiokv {
 namespace {
 
 constexpr std::size_t kOtherContexts = 16;  // contexts that a miss is looked up in
 constexpr std::size_t kSiblings = 1024;     // known prefixes that a prompt is compared with
+
+// Returns true if both were evicted for the same reason. Blocks of a call may be evicted one by
+// one.
+bool continues(const MissedRun& run, const MissedRun& next) {
+    const auto reason = [](const MissedRun& of) {
+        return std::tuple(of.cause, of.eviction.cause, of.eviction.demand, of.eviction.from_host);
+    };
+    return next.cause == MissCause::kEvicted && reason(run) == reason(next);
+}
 
 }  // namespace
 
@@ -63,7 +73,10 @@ void Misses::explain(Lease& lease, std::size_t limit) {
         if (end <= at) return;
         run.first = static_cast<std::uint32_t>(at);
         run.end = static_cast<std::uint32_t>(end);
-        lease.missed.push_back(run);
+        if (lease.missed.empty() || !continues(lease.missed.back(), run)) {
+            lease.missed.push_back(run);
+        }
+        lease.missed.back().end = run.end;
         tokens_[static_cast<std::size_t>(run.cause)] += (end - at) * config_.block_tokens;
         at = end;
     };

@@ -171,6 +171,11 @@ void PrefixTree::forget_evicted(RunId id) {
     free_slots(run.first, run.length);
 }
 
+void PrefixTree::forget_history() {
+    while (evicted_.blocks() > 0) forget_evicted(evicted_.oldest());
+    has_orphans_ = false;
+}
+
 // Forgets the runs below freed blocks, before the slots of these get other tokens.
 void PrefixTree::forget_orphans() {
     has_orphans_ = false;

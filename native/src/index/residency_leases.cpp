@@ -55,6 +55,7 @@ std::uint32_t Residency::demote(std::span<const NodeId> path) {
 
 std::uint32_t Residency::forget(std::span<const NodeId> path) {
     const auto last = unshared(path);
+    begin_eviction(EvictionCause::kRequest);
     for (std::size_t i = last.size(); i-- > 0;) {
         evicted_unsaved_ += stored_.awaits_save(last[i]);
         drop(last[i]);

@@ -194,6 +194,7 @@ void Residency::detach_all() {
         }
         node = last;
     }
+    tree_.forget_history();
     count_as(EvictionCause::kReset);
 }
 
@@ -201,6 +202,7 @@ void Residency::drop_context(NodeId root) {
     std::vector<NodeId> tops;
     tree_.for_each_child(root, [&](NodeId top) { tops.push_back(top); });
     for (const NodeId top : tops) drop(top);
+    tree_.forget_history();  // no token id of a purged salt stays in it
     count_as(EvictionCause::kReset);
 }
 

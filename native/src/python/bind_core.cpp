@@ -519,12 +519,17 @@ void bind_core(nb::module_& m) {
                     salts.push_back(salt);
                     parts.push_back(share);
                 }
-                new (self) Core(CoreConfig{
-                    block_tokens, device_blocks, host_blocks, leave_tokens, reserve_blocks,
-                    write_policy, write_uses, low_watermark_blocks, min_onload_blocks,
-                    std::move(eviction), state_slots, std::move(groups), max_leases,
-                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots, external_device,
-                    splits_items, std::move(salts), std::move(parts), history_blocks});
+                new (self)
+                    Core(CoreConfig{block_tokens,      device_blocks,
+                                    host_blocks,       leave_tokens,
+                                    reserve_blocks,    write_policy,
+                                    write_uses,        low_watermark_blocks,
+                                    min_onload_blocks, std::move(eviction),
+                                    state_slots,       std::move(groups),
+                                    max_leases,        stores != nullptr ? *stores : StoreConfig{},
+                                    host_state_slots,  external_device,
+                                    splits_items,      std::move(salts),
+                                    std::move(parts),  history_blocks});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = SavePolicy::kNone,
