@@ -22,11 +22,15 @@ from aiokv.errors import ConfigError, StoreError
 from aiokv.layout.host_format import pitch_bytes
 from aiokv.stores import HostStore, stores_from
 from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.host.below import Below
 from aiokv.stores.host.link import attach, inspect
 from aiokv.stores.host.messages import Load, Publish, Save
 from aiokv.stores.host.pools import SlotPools
 from aiokv.stores.labels import label
 from aiokv.stores.purging import purge_store
+from aiokv.stores.threads import StoreThreads
+from aiokv.stores.use import StoreUse
+from aiokv.testing import ScriptedStore
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import (
     DONE,
@@ -39,6 +43,7 @@ from tests.stores.conformance import (
     eventually,
     ids,
     keys_of,
+    object_of,
     opened,
     save,
 )
@@ -412,6 +417,32 @@ async def test_sigterm_saves_what_waits_and_removes_the_socket(
         assert not server.path.exists()
         server.start()
         await eventually(lambda: finds(store, keys))
+
+
+@pytest.mark.asyncio
+async def test_a_fetch_waits_for_the_cancelled_one_that_still_writes_its_blocks() -> None:
+    store, pools, threads = ScriptedStore(), SlotPools(8 * PITCH), StoreThreads("test", 1)
+    pool = pools.pool(9_984, PITCH)
+    below = await Below(StoreUse(store), pool, pools, threads, 1.0, None).opened()
+    (part,) = store.parts.values()
+    first, second = keys_of([1]), keys_of([2])
+    part.objects |= {key: object_of(key, 9_984) for key in (first, second)}
+    late = part.hold("load", call=0)
+    cancelled = asyncio.create_task(below.fetch(first))
+    while not part.calls["load"]:
+        await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait({cancelled})
+    fetch = asyncio.create_task(below.fetch(second))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert part.calls["load"] == 1
+    late.open()
+    await fetch
+    assert pool.table.contains(second).all()
+    await below.aclose()
+    await threads.aclose()
+    pools.close()
 
 
 @pytest.mark.asyncio

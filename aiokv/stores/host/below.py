@@ -17,6 +17,7 @@ import numpy as np
 
 from aiokv.base.logs import Log
 from aiokv.errors import InternalError
+from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import KEY_BYTES, Result, StoreMemory, selected, split_keys
 from aiokv.stores.guard import StoreGuard
 from aiokv.stores.proof import Proof
@@ -77,6 +78,7 @@ class Below:
         blocks = np.arange(count, dtype=np.int32)
         self._save_blocks, self._load_blocks = blocks[: count // 2], blocks[count // 2 :]
         self._loading = asyncio.Lock()
+        self._loads = Accesses()
         self._saving = asyncio.Lock()
         self._queue: dict[bytes, None] = {}  # keys to save, in order
         self._refused: dict[bytes, None] = {}  # by the write budget
@@ -113,7 +115,9 @@ class Below:
     async def _fetch_part(self, keys: bytes) -> bool:
         """Load a part of a batch; return False if the store has none of it."""
         blocks = self._load_blocks[: len(keys) // KEY_BYTES]
-        results, overdue = await self._guard.load(keys, blocks)
+        if earlier := self._loads.in_flight:  # of a cancelled call; they may write the blocks
+            await asyncio.wait(earlier)
+        results, overdue = await self._guard.load(keys, blocks, accesses=self._loads)
         if overdue is not None:
             await asyncio.wait({overdue})  # until then, it may write the blocks
         loaded = np.flatnonzero(results == Result.DONE)
