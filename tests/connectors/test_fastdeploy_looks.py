@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from aiokv.connectors.fastdeploy.blocks import Holding
+from aiokv.connectors.fastdeploy.holding import Holding
 from aiokv.connectors.fastdeploy.settings import Sizes
 from tests.connectors.fastdeploy_requests import count_crossings, finish, opened, prompt, start
 from tests.connectors.fastdeploy_server import BLOCK, Request, fd_config

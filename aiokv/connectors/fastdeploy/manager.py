@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from aiokv import Hit, Regions
     from aiokv.base.types import Tier
-    from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
+    from aiokv.connectors.fastdeploy.blocks import RequestBlocks
+    from aiokv.connectors.fastdeploy.holding import Holding
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.devices import Device

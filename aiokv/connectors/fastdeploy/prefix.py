@@ -12,7 +12,8 @@ from aiokv.errors import WouldBlock
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
+    from aiokv.connectors.fastdeploy.blocks import RequestBlocks
+    from aiokv.connectors.fastdeploy.holding import Holding
     from aiokv.connectors.fastdeploy.manager import BlockCount
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.metrics import CacheMetrics
