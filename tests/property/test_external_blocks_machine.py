@@ -384,6 +384,10 @@ class ExternalMachine(RuleBasedStateMachine):
     def evict(self, blocks: int) -> None:
         self.losses += self.core.evict_host(blocks) > 0
 
+    @rule(tokens=prompts, verb=st.sampled_from(["demote", "forget"]))
+    def prefer(self, tokens: list[int], verb: str) -> None:
+        self.losses += getattr(self.core, verb)(np.array(tokens, np.int32), "", [])
+
     @rule(really=st.integers(0, 9))
     def reset(self, really: int) -> None:
         if really == 0:
@@ -393,6 +397,19 @@ class ExternalMachine(RuleBasedStateMachine):
             self.losses += 1
             self.queued.clear()
             self.committed.clear()
+
+    @rule(really=st.integers(0, 9))
+    def purge(self, really: int) -> None:
+        """Leases that are open keep their blocks, and publish no more."""
+        if really == 0:
+            self.core.purge("")
+            self.core.end_saved()
+            self.losses += 1
+            self.queued = {block: set() for block in self.queued}
+            self.committed.clear()
+            assert self.core.blocks() == []
+            for caller in self.callers:
+                caller.writes = False
 
     @rule()
     def rest(self) -> None:

@@ -30,6 +30,7 @@ from aiokv import Item, LeaseState
 from aiokv.engine.observers import LeasePhase, TransferSpan
 from aiokv.errors import LeaseError
 from aiokv.observe.metrics import exposition
+from aiokv.stores.labels import label
 from aiokv.testing import ScriptedStore, record, replay_transitions, running_clock, spin
 from aiokv.trace.format import read_trace
 from tests.harness.cache import BLOCK_TOKENS
@@ -389,9 +390,11 @@ class Walk:
         await task
 
     async def control(self) -> None:
-        verb = self.rng.choice(["reset", "weights", "sleep", "evict", "drain", "pause"])
+        verb = self.rng.choice(["reset", "purge", "weights", "sleep", "evict", "drain", "pause"])
         if verb == "reset":
             await self.completing(self.engine.reset())
+        elif verb == "purge":
+            await self.purge(self.rng.choice(["", "tenant"]))
         elif verb == "weights":
             updating = self.engine.updating_weights()
             await self.completing(updating.__aenter__())
@@ -414,8 +417,25 @@ class Walk:
             await spin(2)
             self.engine.resume()
 
-    def check_nothing_is_cached(self) -> None:
+    async def purge(self, purged: str) -> None:
+        """Purge a salt while its requests go on, which publish no more."""
+        purging = asyncio.ensure_future(self.engine.purge(purged, hold_seconds=0.02))
+        await spin(1)
+        for _ in range(self.rng.choice((0, 10, 30))):
+            await self.act(controls=False)
+            self.check_nothing_is_cached(purged)
+        await running_clock().advance(0.02)
+        await self.completing(purging)
+        self.check_nothing_is_cached(purged)
+        if self.store is not None:
+            end = label("salt", purged)
+            for store in (self.store, *self.store.parts.values()):
+                assert not any(key.endswith(end) for key in store.objects)
+
+    def check_nothing_is_cached(self, purged: str | None = None) -> None:
         for tokens, salt, item in self.prompts:
+            if purged not in (None, salt):
+                continue
             items = [Item(f"image {item}".encode(), 1, 2)] if item else []
             assert not self.engine.would_hit(list(tokens), salt=salt, items=items).total
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv.errors import AllocateTimeout
+from aiokv.errors import AllocateTimeout, ControlTimeout, StoreError
 from aiokv.stores import StoreUse
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from tests.harness.cache import Cache, prompt
@@ -129,8 +130,10 @@ class Load:
                 await self.engine.evict(24, rng.choice(("device", "host")))
             case 11:
                 await self.control()
-            case 12 | 13:
+            case 12:
                 await self.finish_stores(self.engine.reset())
+            case 13:
+                await self.purge()
             case _:
                 await running_clock().advance(rng.choice((0.05, 0.3, 1.0, 6.0)))
         await spin(rng.randrange(6))
@@ -156,6 +159,12 @@ class Load:
                     )
             case _:
                 await self.finish_stores(self.engine.prefetch(self.prompt(), timeout=1.0))
+
+    async def purge(self) -> None:
+        """Purge the salt of all requests, while they go on."""
+        with suppress(StoreError, ControlTimeout):
+            await self.finish_stores(self.engine.purge(""))
+            assert not any(store.objects for store in self.stores)
 
     async def finish_stores(self, work: object) -> None:
         """Await some work, which the operations of the stores may hold up."""

@@ -110,6 +110,7 @@ class Walk:
         self.in_flight: dict[int, TransferPlan] = {}
         self.batches: dict[int, list[int]] = {}
         self.pins: set[int] = set()
+        self.purged: set[str] = set()
         self.step = 0  # the newest closed one
         self.advances = self.collects = False
         self.apply(self.scheduler.track_steps(self.tracked))
@@ -516,6 +517,16 @@ class Walk:
         if self.random.random() < 0.1:
             self.apply(self.scheduler.reset("test"))
 
+    def purge(self) -> None:
+        """Begin or end a purge of a salt."""
+        salt = self.random.choice(("a", "b", ""))
+        if salt in self.purged:
+            self.purged.remove(salt)
+            self.apply(self.scheduler.end_purge(salt))
+        elif self.random.random() < 0.2:
+            self.purged.add(salt)
+            self.apply(self.scheduler.begin_purge(salt))
+
     # --- the end --------------------------------------------------------------------------------
 
     def run(self, steps: int) -> None:
@@ -524,7 +535,7 @@ class Walk:
             self.wait_pending, self.stop, *[self.commit] * 5, self.extend, self.truncate, self.fork,
             *[self.preempt] * 2, *[self.release] * 5, self.begin_batch, *[self.end_batch] * 2,
             *[self.close_step] * 2, *[self.transfer] * 4, *[self.evict] * 3, self.hold, self.gate,
-            self.reset, self.resize,
+            self.reset, self.resize, self.purge,
         ]  # fmt: skip
         if self.has_stores:
             verbs += [*[self.fetch] * 4, *[self.end_store_wait] * 2]

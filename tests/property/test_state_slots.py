@@ -39,6 +39,7 @@ class Caller:
         self.computed = 0
         self.failed = False
         self.epoch = epoch
+        self.is_purged = False
 
 
 class Tier:
@@ -221,7 +222,7 @@ class StateMachine(RuleBasedStateMachine):
         core = self.core
         before = core.state_slot(caller.id)
         swapped = core.is_swapped(caller.id)
-        hit = self.expected_hit(caller.tokens, len(caller.tokens))
+        hit = self.expected_hit(caller.tokens, len(caller.tokens) * (not caller.is_purged))
         room = self.free_slots(self.device) + len(self.idle(self.device))
         if not self.moves and not any(core.is_granted(c.id) for c in self.callers):
             # No lease will end: slots kept by swapped leases can be taken.
@@ -238,7 +239,7 @@ class StateMachine(RuleBasedStateMachine):
             assert core.state_slot(caller.id) == before
             return
         assert room > 0 or before != NO_SLOT
-        caller.failed, caller.epoch = False, self.epoch
+        caller.failed, caller.epoch = False, -1 if caller.is_purged else self.epoch
         caller.computed = core.cached_tokens(caller.id)
         slot = core.state_slot(caller.id)
         if not swapped:
@@ -394,6 +395,7 @@ class StateMachine(RuleBasedStateMachine):
         if slot in self.device.snapshots.values():
             self.take_slot(self.device, 0)
         child = Caller(child_id, list(caller.tokens), caller.epoch)
+        child.is_purged = caller.is_purged
         child.computed = caller.computed
         content = self.device.content
         content[slot] = content[self.core.state_slot(caller.id)]
@@ -521,6 +523,22 @@ class StateMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.core.reset()
         self.epoch += 1
+        self.note_reset()
+
+    @rule(tokens=prompts, verb=st.sampled_from(["demote", "forget"]))
+    def prefer(self, tokens: list[int], verb: str) -> None:
+        getattr(self.core, verb)(np.array(tokens, np.int32), "", [])
+        self.forget_dropped()
+
+    @rule()
+    def purge(self) -> None:
+        """Open leases neither hit nor publish any more."""
+        self.core.purge("")
+        for caller in self.callers:
+            caller.is_purged, caller.epoch = True, -1
+        self.note_reset()
+
+    def note_reset(self) -> None:
         assert self.core.group_statistics(STATE_GROUP).device_cached == 0
         self.device.snapshots.clear()
         self.host.snapshots.clear()

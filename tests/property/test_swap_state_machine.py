@@ -21,6 +21,7 @@ GARBAGE = ("garbage",)
 MAX_LEASES = 5
 DEVICE_VALID, HOST_VALID = 1, 4
 pick = st.integers(0, 7)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 class Caller:
@@ -87,7 +88,7 @@ class SwapMachine(RuleBasedStateMachine):
     # --- leases -------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.callers) < MAX_LEASES)
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    @rule(tokens=prompts)
     def match(self, tokens: list[int]) -> None:
         lease_id, _, _ = self.core.match(np.array(tokens, np.int32))
         self.callers.append(Caller(lease_id, tokens))
@@ -194,7 +195,7 @@ class SwapMachine(RuleBasedStateMachine):
             assert sorted(self.core.blocks()) == before
             assert self.core.block_table(caller.id).tolist() == table
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), then=st.integers(0, 2))
+    @rule(tokens=prompts, then=st.integers(0, 2))
     def serve_and_leave(self, tokens: list[int], then: int) -> None:
         """Serve a request that may be preempted or forked."""
         if len(self.callers) == MAX_LEASES:
@@ -304,6 +305,16 @@ class SwapMachine(RuleBasedStateMachine):
         if really == 0:
             self.core.reset()
             self.weights += 1
+            self.losses += 1
+
+    @rule(tokens=prompts, verb=st.sampled_from(["demote", "forget"]))
+    def prefer(self, tokens: list[int], verb: str) -> None:
+        self.losses += getattr(self.core, verb)(np.array(tokens, np.int32), "", [])
+
+    @rule(really=st.integers(0, 9))
+    def purge(self, really: int) -> None:
+        if really == 0:
+            self.core.purge("")
             self.losses += 1
 
     # --- invariants ---------------------------------------------------------------------------

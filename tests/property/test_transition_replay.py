@@ -97,7 +97,9 @@ class Run:
         engine, rng = self.engine, self.rng
         if rng.random() < 0.3:
             self.prefer([rng.randrange(2) for _ in range(rng.randrange(4, 24))])
-        verb = rng.choice(["evict", "pin", "prefetch", "reset", "resize", "pause", "step", "drain"])
+        verb = rng.choice(
+            ["evict", "pin", "prefetch", "reset", "purge", "resize", "pause", "step", "drain"]
+        )
         if verb == "evict":
             await engine.evict(rng.randrange(8))
         elif verb == "pin":
@@ -107,6 +109,8 @@ class Run:
             await engine.prefetch([rng.randrange(2) for _ in range(9)], ttl_seconds=60.0)
         elif verb == "reset":
             await engine.reset()
+        elif verb == "purge":
+            await engine.purge(rng.choice(["a", "b"]))
         elif verb == "resize":
             await engine.resize(rng.choice([24, 32]), timeout=0.0)
         elif verb == "pause":

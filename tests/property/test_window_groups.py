@@ -356,9 +356,13 @@ class WindowMachine(RuleBasedStateMachine):
         with suppress(UsageError):  # the table of a released lease is still being swapped
             self.core.forget_device()
 
-    @rule()
-    def reset(self) -> None:
-        self.core.reset()
+    @rule(tokens=prompts, verb=st.sampled_from(["demote", "forget"]))
+    def prefer(self, tokens: list[int], verb: str) -> None:
+        getattr(self.core, verb)(np.array(tokens, np.int32), "", [])
+
+    @rule(purges=st.booleans())
+    def reset(self, purges: bool) -> None:
+        self.core.purge("") if purges else self.core.reset()
 
     @invariant()
     def holds(self) -> None:

@@ -429,8 +429,11 @@ async def test_a_fetch_waits_for_the_cancelled_one_that_still_writes_its_blocks(
     part.objects |= {key: object_of(key, 9_984) for key in (first, second)}
     late = part.hold("load", call=0)
     cancelled = asyncio.create_task(below.fetch(first))
-    while not part.calls["load"]:
-        await asyncio.sleep(0)
+
+    async def has_begun() -> bool:
+        return part.calls["load"] == 1
+
+    await eventually(has_begun)
     cancelled.cancel()
     await asyncio.wait({cancelled})
     fetch = asyncio.create_task(below.fetch(second))
