@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,6 +25,7 @@ READ_THREADS: Final = 4
 
 EPILOG = """\
 serve and stat are for shared memory; ls, verify and gc for the files of a disk or directory store.
+ls also takes the URL of a store that can list its objects, such as redis:// or s3://.
 
 ls and gc read no block, except for gc --verify; verify reads all blocks. While an engine uses a
 disk store, only ls works; a directory store can be listed, verified and cleaned up at any time.
@@ -104,7 +106,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for action in (verify, clean):
         add_count(action, "--threads", READ_THREADS, "threads that read blocks")
     for action in (listing, verify, clean):
-        action.add_argument("path", metavar="PATH", type=Path, help="folder of the store")
+        folder = "folder of the store" + (" or its URL" if action is listing else "")
+        action.add_argument("path", metavar="PATH", help=folder)
         action.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
 
 
@@ -122,29 +125,32 @@ def run(args: argparse.Namespace) -> int:
         return store_host.serve(args)
     if args.action == "stat":
         return store_host.stat(args)
+    import asyncio
+
     from aiokv.cli.files import check_writable, write_json
     from aiokv.cli.progress import show_progress
     from aiokv.stores.inspection import open_files
     from aiokv.stores.labels import KINDS
+    from aiokv.stores.purging import has_url, list_store
 
     check_writable(args.json)
     if args.action == "purge":
         return _purge(args)
-    files = open_files(args.path)
     result: Listing | Verification | Cleaning
     status = EXIT_GOOD
+    files = partial(open_files, args.path)
     if args.action == "ls":
-        result = files.listing()
+        result = asyncio.run(list_store(args.path)) if has_url(args.path) else files().listing()
         names = {kind: getattr(args, kind) or [] for kind in KINDS}
         rows: Iterator[tuple[str, str]] = chain(_listing_rows(result), _label_rows(result, names))
     elif args.action == "verify":
         with show_progress("blocks", sys.stderr) as stages:
-            result = files.verify(stages, threads=args.threads)
+            result = files().verify(stages, threads=args.threads)
         rows = _verification_rows(result)
         status = EXIT_GOOD if result.is_good else EXIT_BAD
     else:
         with show_progress("blocks", sys.stderr) as stages:
-            result = files.clean(
+            result = files().clean(
                 stages,
                 older_than_seconds=args.older_than,
                 names={
@@ -192,6 +198,9 @@ def _listing_rows(listing: Listing) -> Iterator[tuple[str, str]]:
     yield f"{listing.kind} store", listing.path
     if listing.used_by is not None:
         yield "in use by", f"process {listing.used_by}"
+    if listing.kind not in ("disk", "directory"):  # only the keys are known
+        yield "blocks", f"{listing.blocks:,}"
+        return
     yield "blocks", _blocks(listing.blocks, listing.block_bytes)
     yield "bytes on disk", format_bytes(listing.disk_bytes)
     if listing.oldest_seconds is not None and listing.newest_seconds is not None:

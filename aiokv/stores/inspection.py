@@ -60,8 +60,8 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     """Content of a store; ``aiokv store ls --json`` writes it.
 
     Attributes:
-        kind: ``"disk"`` or ``"directory"``.
-        path: path of the store.
+        kind: kind of the store.
+        path: path of the store, or its URL without secrets; a URL has no bytes and no groups.
         used_by: id of the process that has opened a disk store; None if none is known.
         blocks: blocks that can be found.
         block_bytes: bytes of these blocks, with their trailers.

@@ -1,19 +1,26 @@
-"""Purges of a store without an engine, for ``aiokv store purge``."""
+"""Purges and listings of a store without an engine, for ``aiokv store``."""
 
 from __future__ import annotations
 
 import mmap
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 import numpy as np
 
 from aiokv.layout.host_format import TRAILER_BYTES
-from aiokv.stores.base import StoreMemory
-from aiokv.stores.inspection import open_files
-from aiokv.stores.labels import label
+from aiokv.stores.base import KEY_BYTES, StoreMemory
+from aiokv.stores.inspection import Listing, open_files
+from aiokv.stores.labels import count_labels, label
 from aiokv.stores.options import without_user
 from aiokv.stores.urls import stores_from
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aiokv.stores.base import Store
 
 
 class Purge(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,12 +54,50 @@ async def purge_store(target: str, salt: str) -> Purge:
         OSError: a file cannot be read or removed.
     """
     parts = urlsplit(target)
-    if parts.scheme in ("", "disk", "directory"):
+    if not has_url(target):
         path = unquote(parts.path) if parts.scheme else target
         done = open_files(path).clean(lambda stage, total: _ignore, names={"salt": salt})
         return Purge(kind=done.kind, url=done.path, removed_blocks=done.selected_blocks)
-    (use,) = stores_from([target])
-    store, size = use.store, mmap.PAGESIZE
+    async with _opened(target) as store:
+        removed = await store.purge(label("salt", salt))
+    return Purge(kind=store.kind, url=without_user(store.url), removed_blocks=removed)
+
+
+def has_url(target: str) -> bool:
+    """Return True if the target is the URL of a store without files of its own."""
+    return urlsplit(target).scheme not in ("", "disk", "directory")
+
+
+async def list_store(url: str) -> Listing:
+    """Return the number of blocks of a store by label. The bytes of its blocks count as 0: they are
+    not known without reading the blocks.
+
+    Args:
+        url: URL of a store that can list its objects, such as Redis or S3.
+
+    Raises:
+        ConfigError: the URL is wrong.
+        StoreError: the store cannot list its objects, cannot be reached, or failed.
+    """
+    async with _opened(url) as store:
+        found = [keys async for keys in store.stored_keys()]
+    keys = np.frombuffer(b"".join(found), np.uint8).reshape(-1, KEY_BYTES)
+    return Listing(
+        kind=store.kind,
+        path=without_user(store.url),
+        blocks=len(keys),
+        block_bytes=0,
+        disk_bytes=0,
+        labels=count_labels(keys),
+        groups=[],
+    )
+
+
+@asynccontextmanager
+async def _opened(url: str) -> AsyncIterator[Store]:
+    """Open the store of a URL with host memory for one block, and close it."""
+    (use,) = stores_from([url])
+    size = mmap.PAGESIZE
     pages = mmap.mmap(-1, size)
     memory = StoreMemory(
         address=np.frombuffer(pages, np.uint8).ctypes.data,
@@ -62,11 +107,10 @@ async def purge_store(target: str, salt: str) -> Purge:
         view=memoryview(pages),
     )
     try:
-        await store.open(memory)
-        removed = await store.purge(label("salt", salt))
+        await use.store.open(memory)
+        yield use.store
     finally:
-        await store.aclose()
-    return Purge(kind=store.kind, url=without_user(store.url), removed_blocks=removed)
+        await use.store.aclose()
 
 
 def _ignore(blocks: int) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from aiokv import cli
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.redis import RedisStore
 from aiokv.stores.redis.connection import RedisConnection, ReplyError
@@ -984,3 +985,18 @@ async def test_objects_that_no_server_accepts(server: RedisServer) -> None:
 async def test_store_that_is_not_open() -> None:
     with pytest.raises(StoreError, match="redis://host/1 is not open"):
         await RedisStore(f"redis://:{SECRET}@host/1").lookup(keys_of([1]))
+
+
+def test_ls_of_a_url_counts_the_blocks_of_each_label(
+    server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fill() -> bytes:
+        blocks = Blocks()
+        async with opened_at(server.url, blocks) as store:
+            return await save(store, blocks, range(5))
+
+    keys = asyncio.run(fill())
+    assert cli.main(["store", "ls", server.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "blocks: 5" in lines
+    assert f"salt {keys[27:32].hex()}: 1" in lines

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from aiokv import cli
 from aiokv._native import verify_blocks
 from aiokv.errors import ConfigError, StoreError
 from aiokv.layout.host_format import TRAILER_BYTES
@@ -425,3 +426,20 @@ async def test_a_purge_removes_bundles_and_counts_their_blocks(rig: S3Rig) -> No
         assert await second.find(*PROMPT) == 0
         assert await first.load(*PROMPT) == [MISSING] * 100
         assert (await first.store.lookup(keys_of([500]))).tolist() == [True]
+
+
+def test_ls_of_a_url_counts_the_blocks_in_bundles(
+    rig: S3Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fill() -> None:
+        async with prompts(rig) as p:
+            await p.save(*PROMPT)
+
+    asyncio.run(fill())
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    url = f"s3://{BUCKET}/models/kv?region=us-east-1&endpoint=http://127.0.0.1:{rig.port}"
+    assert cli.main(["store", "ls", url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"s3 store: s3://{BUCKET}/models/kv", "blocks: 100"]
+    assert f"salt {b'salt!'.hex()}: 100" in lines
