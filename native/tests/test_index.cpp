@@ -248,8 +248,7 @@ TEST(ids_go_back_together_in_any_order) {
         std::vector<BlockId> ids(200);
         pool.take(ids);
         for (const BlockId id : {0, 63, 64, 130}) pool.use_in(id, 7);
-        auto next = order.begin();
-        pool.give_back_all([&] { return next == order.end() ? kNoBlock : *next++; });
+        pool.give_back_all(200, [&](std::uint32_t i) { return order[i]; });
         CHECK_EQ(pool.free_blocks(), 200u);
         CHECK_EQ(pool.cooling_blocks(), 4u);
         std::vector<BlockId> rested(196);

@@ -74,20 +74,24 @@ class DevicePool {
         ++cooling_blocks_;
     }
 
-    // Gives back the ids that next() returns until it returns kNoBlock, in this order. Consecutive
-    // ids cost less.
-    template <class Next>
-    void give_back_all(Next next) {
-        for (BlockId id = next(); id != kNoBlock;) {
-            BlockId low = id;
-            BlockId high = id;
-            const bool waits = after_step(id) != 0;
-            if (waits) give_back(id);
-            while ((id = next()) != kNoBlock && !waits && after_step(id) == 0 &&
-                   (id == high + 1 || id + 1 == low)) {
+    // Gives back the ids id_of(0) to id_of(count - 1), in this order. Consecutive ids cost less.
+    template <class IdOf>
+    void give_back_all(std::uint32_t count, IdOf id_of) {
+        const bool may_wait = unfinished_step() != 0;
+        const auto waits = [&](BlockId id) { return may_wait && after_step(id) != 0; };
+        for (std::uint32_t i = 0; i < count;) {
+            BlockId low = id_of(i++);
+            BlockId high = low;
+            if (waits(low)) {
+                give_back(low);
+                continue;
+            }
+            for (; i < count; ++i) {
+                const BlockId id = id_of(i);
+                if ((id + 1 != low && id != high + 1) || waits(id)) break;
                 (id < low ? low : high) = id;
             }
-            if (!waits) pool_.give_back({low, static_cast<std::uint32_t>(high - low + 1)});
+            pool_.give_back({low, static_cast<std::uint32_t>(high - low + 1)});
         }
     }
 

@@ -108,13 +108,17 @@ class EvictionQueue {
     using Rank = std::pair<double, Cell>;
 
     // Of cells with equal scores, the older one is lower.
-    Rank rank_of(std::uint32_t reuse_class, std::uint32_t bucket) const {
-        return {model_->score(static_cast<ReuseClass>(reuse_class), bucket,
-                              order_ == EvictionRank::kLabelledScore),
-                (ReturnRates::kBuckets - bucket) * ReuseFeatures::kClasses + reuse_class};
+    static Rank rank_of(double score, std::uint32_t reuse_class, std::uint32_t bucket) {
+        return {score, (ReturnRates::kBuckets - bucket) * ReuseFeatures::kClasses + reuse_class};
     }
     Rank rank_of(Cell cell) const {
-        return rank_of(cell / ReturnRates::kBuckets, cell % ReturnRates::kBuckets);
+        const std::uint32_t reuse_class = cell / ReturnRates::kBuckets;
+        const std::uint32_t bucket = cell % ReturnRates::kBuckets;
+        return rank_of(scores_of(reuse_class)[bucket], reuse_class, bucket);
+    }
+    const ReturnRates::Ages& scores_of(std::uint32_t reuse_class) const {
+        return model_->scores(static_cast<ReuseClass>(reuse_class),
+                              order_ == EvictionRank::kLabelledScore);
     }
     CohortId oldest_in(Cell cell) const {
         return classes_[cell / ReturnRates::kBuckets].oldest[cell % ReturnRates::kBuckets];

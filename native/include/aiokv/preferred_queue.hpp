@@ -68,7 +68,7 @@ class PreferredQueue final : public TierQueue {
           blocks_(blocks),
           reserved_(shares.size()) {}
 
-    RunId front() override { return first_from(0); }
+    RunId front() override { return parts_.empty() ? normal_.front() : first_from(0); }
     RunId after(RunId run) const override;
     RunId before(RunId run) const override { return queue_of(run).before(run); }
     void push_back(RunId run) override { enter(run).push_back(run); }

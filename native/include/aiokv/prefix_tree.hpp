@@ -189,14 +189,17 @@ class PrefixTree {
             path = path.first(path.size() - length);
         }
     }
+    // Returns the leading blocks of a path that are in one run.
+    std::span<const NodeId> first_part(std::span<const NodeId> path) const {
+        const std::size_t blocks = run(path.front()).last() - path.front() + 1;
+        return path.first(std::min(blocks, path.size()));
+    }
     // Returns how many blocks of a path have one of these flags. kDeviceValid must be among them.
     std::uint32_t count_on_device(std::span<const NodeId> path, std::uint16_t flags) const {
         std::uint32_t count = 0;
         while (!path.empty()) {
-            const Run& run = this->run(path.front());
-            const std::size_t blocks = run.last() - path.front() + 1;
-            const auto part = path.first(std::min(blocks, path.size()));
-            count += count_on_device(run, part, flags);
+            const auto part = first_part(path);
+            count += count_on_device(run(part.front()), part, flags);
             path = path.subspan(part.size());
         }
         return count;

@@ -27,7 +27,8 @@ struct ReuseFeatures {
     static constexpr std::uint32_t kUses = 8;   // requests: 1, 2, 3, 4, 5-8, 9-16, 17-40, more
     static constexpr std::uint32_t kAdded = 3;  // new stretches in the prompt: 0-2, 3-32, more
     static constexpr std::uint32_t kGaps = 5;   // no earlier use, or time since it; see gap_of()
-    static constexpr std::uint32_t kUnlabelled = kUses * kAdded * kGaps;
+    static constexpr std::uint32_t kCombinations = kUses * kAdded * kGaps;
+    static constexpr std::uint32_t kUnlabelled = std::bit_ceil(kCombinations);  // classes per label
     static constexpr std::uint32_t kLabels =
         16;  // none, 14 labels, and all others; see ReuseLabels
     static constexpr std::uint32_t kClasses = kUnlabelled * kLabels;
@@ -69,11 +70,16 @@ class ReturnRates {
         return score_in(reuse_class, bucket_of(age));
     }
     double score_in(ReuseClass reuse_class, std::uint32_t bucket) const {
-        return labels_[label_of(reuse_class)].scores[levels_[unlabelled(reuse_class)]][bucket];
+        return scores(reuse_class)[bucket];
     }
     std::size_t bytes() const { return labels_.capacity() * sizeof(Label); }
 
     static constexpr std::uint32_t kBuckets = 21;  // two per octave of age
+    using Ages = std::array<double, kBuckets>;
+    // Returns the scores of a class by bucket of age.
+    const Ages& scores(ReuseClass reuse_class) const {
+        return labels_[label_of(reuse_class)].scores[levels_[unlabelled(reuse_class)]];
+    }
     static std::uint32_t bucket_of(std::uint64_t age) {
         if (age < 2) return 0;
         const auto octave = static_cast<std::uint32_t>(std::bit_width(age)) - 1;
@@ -83,7 +89,6 @@ class ReturnRates {
 
   private:
     static constexpr std::uint32_t kLevels = 32;  // three per octave of factors
-    using Ages = std::array<double, kBuckets>;
     using Classes = std::array<double, ReuseFeatures::kUnlabelled>;
     struct Label {
         std::array<Ages, ReuseFeatures::kUnlabelled> returns{};  // returned stretches, by age

@@ -46,11 +46,14 @@ class ReuseModel {
 
     bool is_warm() const { return clock_ >= kWarmCapacities * capacity_; }
     bool has_labels() const { return labelled_rates_.has_value(); }
-    // Returns the score of a class and a bucket of ages: blocks with a higher score are kept
-    // longer. `by_label`: only if has_labels().
+    // Returns the scores of a class by bucket of age: blocks with a higher score are kept longer.
+    // `by_label`: only if has_labels().
+    const ReturnRates::Ages& scores(ReuseClass reuse_class, bool by_label) const {
+        if (by_label) return labelled_rates_->scores(reuse_class);
+        return rates_.scores(ReuseFeatures::with_label(reuse_class, 0));
+    }
     double score(ReuseClass reuse_class, std::uint32_t bucket, bool by_label = false) const {
-        if (by_label) return labelled_rates_->score_in(reuse_class, bucket);
-        return rates_.score_in(ReuseFeatures::with_label(reuse_class, 0), bucket);
+        return scores(reuse_class, by_label)[bucket];
     }
     // Returns the bucket of an age in units of now(), as that age will be halfway to the next
     // epoch.

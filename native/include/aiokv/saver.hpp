@@ -34,12 +34,17 @@ class Saver {
           residency_(residency),
           transfers_(transfers) {}
 
-    // Call when another lease uses the block. The lease that computed it counts as its first use.
-    void count_use(NodeId node) {
-        Node& n = tree_[node];
-        n.count_use();
-        n.clear(kBackupFailed);  // a used block is tried again
-        note_uses(node, n.uses);
+    // Call when another lease uses blocks, whose slots are consecutive from `first` on. The lease
+    // that computed them counts as their first use.
+    void count_uses(NodeId first, std::size_t blocks) {
+        const std::span<Node> nodes(&tree_[first], blocks);
+        for (Node& n : nodes) {
+            n.count_use();
+            n.clear(kBackupFailed);  // a used block is tried again
+        }
+        for (std::size_t i = 0; config_.copies_after(kMaxUses) && i < blocks; ++i) {
+            note_uses(first + static_cast<NodeId>(i), nodes[i].uses);
+        }
     }
     // Call when the number of uses of a block has changed.
     void note_uses(NodeId node, std::uint32_t uses) {

@@ -221,12 +221,12 @@ typename EvictionQueue<Nodes>::Cell EvictionQueue<Nodes>::lowest_cell(Rank above
     Cell lowest = kNoCell;
     Rank lowest_rank{std::numeric_limits<double>::infinity(), 0};
     for_each_used_class([&](std::uint32_t c) {
+        const ReturnRates::Ages& scores = scores_of(c);
         for (std::uint32_t rest = classes_[c].buckets; rest != 0; rest &= rest - 1) {
             const auto bucket = static_cast<std::uint32_t>(std::countr_zero(rest));
-            const Rank rank = rank_of(c, bucket);
-            if (rank.first > lowest_rank.first || rank <= above || rank >= lowest_rank) {
-                continue;
-            }
+            if (scores[bucket] > lowest_rank.first) continue;
+            const Rank rank = rank_of(scores[bucket], c, bucket);
+            if (rank <= above || rank >= lowest_rank) continue;
             lowest = c * ReturnRates::kBuckets + bucket;
             lowest_rank = rank;
         }

@@ -103,12 +103,20 @@ bool Grants::fit_writable(Lease& lease, std::uint32_t total_blocks, std::size_t 
 std::uint32_t Grants::take_resident(Lease& lease) {
     const PrefixTree& tree = index_.tree();
     std::uint32_t resident = 0;
-    lease.device_hit = 0;
-    for (const NodeId node : lease.path) {
+    std::span<const NodeId> rest = lease.path;
+    while (!rest.empty() && tree.run(rest.front()).has(kOnDevice)) {
+        const auto part = tree.first_part(rest);
+        saver_.count_uses(part.front(), part.size());
+        const Node* node = &tree[part.front()];
+        for (std::size_t i = 0; i < part.size(); ++i) lease.table[resident++] = node++->device;
+        rest = rest.subspan(part.size());
+    }
+    lease.device_hit = resident;
+    for (const NodeId node : rest) {
         const Node& n = tree[node];
         if (!n.has(kDeviceResident)) break;
         lease.table[resident++] = n.device;
-        saver_.count_use(node);
+        saver_.count_uses(node, 1);
         lease.device_hit += n.has(kDeviceValid);
         if (n.has(kDeviceValid)) continue;
         const TransferId id = transfers_.onload_of(node);

@@ -281,11 +281,9 @@ void PrefixTree::join(RunId above, RunId below, RunId keep) {
 
 void PrefixTree::classify(std::span<const NodeId> path, ReuseClass reuse_class) {
     while (!path.empty()) {
-        const Run& run = this->run(path.front());
-        const std::size_t blocks = run.last() - path.front() + 1;
-        const auto part = path.first(std::min(blocks, path.size()));
+        const auto part = first_part(path);
         path = path.subspan(part.size());
-        if (run.reuse_class == reuse_class) continue;
+        if (run(part.front()).reuse_class == reuse_class) continue;
         split_before(part.front());
         runs_[split_after(part.back())].reuse_class = reuse_class;
     }

@@ -1,7 +1,6 @@
 // Eviction and dropping.
 #include <algorithm>
 #include <array>
-#include <utility>
 
 #include "aiokv/residency.hpp"
 
@@ -175,8 +174,7 @@ void Residency::trim(RunId id, std::uint32_t count) {
 }
 
 // Evicts blocks of one run at the front of the device queue that have no other copy and that
-// nothing needs; at most `most`. Returns their number. Reads each block once, because none of them
-// is in a cache of the CPU.
+// nothing needs; at most `most`. Returns their number.
 std::uint32_t Residency::evict_plain(std::uint32_t most) {
     const NodeId last = evictable_.device_front();
     if (last == kNone || config_.write_policy != SavePolicy::kNone) return 0;
@@ -184,17 +182,13 @@ std::uint32_t Residency::evict_plain(std::uint32_t most) {
     const Run& run = tree_.runs()[id];
     if (run.child != kNone || run.has(kMayBeAhead)) return 0;
     tree_.prefetch_tag(run.first);  // to be removed from the children of its parent
-    most = std::min(most, run.length);
-    std::uint32_t count = 0;
-    device_.give_back_all([&] {
-        if (count == most) return kNoBlock;
-        const Node& n = tree_[last - count];
-        const bool is_needed = n.pins > 0 || n.holds > 0 || n.has(kHasSides);
-        if (is_needed || n.host != kNoBlock) return kNoBlock;
-        forget(last - count++);
-        return n.device;
+    const std::uint32_t count = count_up(last, most, [](const Node& n) {
+        return n.pins == 0 && n.holds == 0 && !n.has(kHasSides) && n.host == kNoBlock;
     });
     if (count == 0) return 0;
+    const Node* const node = &tree_[last];
+    device_.give_back_all(count, [node](std::uint32_t i) { return (node - i)->device; });
+    for (std::uint32_t i = 0; events_.has_streams() && i < count; ++i) forget(last - i);
     device_nodes_ -= count;
     uncounted_.evicted_device += count;
     tree_.evicted().reason().from_host = false;
@@ -212,14 +206,13 @@ std::uint32_t Residency::evict_clean(std::uint32_t most) {
     const NodeId first = last - count + 1;
     const RunId id = tree_.split_before(first);
     evictable_.dequeue(id);
-    NodeId node = last + 1;
-    device_.give_back_all([&] {
-        if (node == first) return kNoBlock;
-        const BlockId device = std::exchange(tree_[--node].device, kNoBlock);
+    const Node* const deepest = &tree_[last];
+    device_.give_back_all(count, [deepest](std::uint32_t i) { return (deepest - i)->device; });
+    for (NodeId node = last + 1; node-- > first;) {
+        tree_[node].device = kNoBlock;
         host_copies_.remove(tree_[node].host);
         lose(node, kDeviceValid);
-        return device;
-    });
+    }
     tree_.count_device_child(first, -1);
     device_nodes_ -= count;
     uncounted_.evicted_device += count;

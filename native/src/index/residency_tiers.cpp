@@ -161,9 +161,7 @@ bool Residency::drop_unused(RunId id) {
         host_.give_back(n.host);
     }
     if (run.has(kOnDevice)) {
-        std::size_t next = 0;
-        device_.give_back_all(
-            [&] { return next < nodes.size() ? nodes[next++].device : kNoBlock; });
+        device_.give_back_all(run.length, [nodes](std::uint32_t i) { return nodes[i].device; });
         device_nodes_ -= run.length;
     } else {
         for (const Node& n : nodes) {

@@ -72,7 +72,7 @@ void ReturnRates::learn(double keep) {
         if (has_labels) fit_labels();
         center_factors();
     }
-    for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+    for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
         const double level = std::round(std::log2(factor(c)) * kLevelsPerOctave) + kLevelOfOne;
         levels_[c] = static_cast<std::uint8_t>(std::clamp(level, 0.0, kLevels - 1.0));
     }
@@ -81,7 +81,7 @@ void ReturnRates::learn(double keep) {
 
 void ReturnRates::fade(double keep) {
     for (Label& label : labels_) {
-        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
             for (double& returns : label.returns[c]) returns *= keep;
             for (double& waiting : label.waiting[c]) waiting *= keep;
         }
@@ -96,7 +96,7 @@ void ReturnRates::fit_base() {
     double all_returned = 0;
     double all_waited = 0;
     for (const Label& label : labels_) {
-        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
             const double relative = factor(c);
             for (std::uint32_t b = 0; b < kBuckets; ++b) {
                 returned[b] += label.returns[c][b];
@@ -120,7 +120,7 @@ void ReturnRates::fit_factors() {
     Classes returned{};
     Classes expected{};  // expected returns if all factors but that of the label were 1
     for (const Label& label : labels_) {
-        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
             for (std::uint32_t b = 0; b < kBuckets; ++b) {
                 returned[c] += label.returns[c][b];
                 expected[c] += label.waiting[c][b] * base_[b] * label.factors[b];
@@ -130,7 +130,7 @@ void ReturnRates::fit_factors() {
     for (std::size_t i = 0; i < kAxes.size(); ++i) {
         std::array<double, 8> came{};
         std::array<double, 8> due{};
-        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
             const std::uint32_t value = kAxes[i].value(c);
             came[value] += returned[c];
             due[value] += expected[c] * factor(c) / factors_[i][value];
@@ -146,7 +146,7 @@ void ReturnRates::fit_labels() {
     for (Label& label : labels_) {
         Ages came{};
         Ages due{};
-        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
             const double relative = factor(c);
             for (std::uint32_t b = 0; b < kBuckets; ++b) {
                 came[b] += label.returns[c][b];
@@ -168,7 +168,7 @@ void ReturnRates::center_factors() {
     double waited = 0;
     double weighted = 0;
     for (const Label& label : labels_) {
-        for (std::uint32_t c = 0; c < ReuseFeatures::kUnlabelled; ++c) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
             const double relative = factor(c);
             for (const double waiting : label.waiting[c]) {
                 waited += waiting;
