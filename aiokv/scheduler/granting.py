@@ -80,7 +80,7 @@ class Granting:
             return None
         if self.lost:
             self.lost.pop(lease_id, None)
-        if core.wants_backups():
+        if self._saver.has_host and core.wants_backups():
             self._saver.want()
         if granted == _READY:
             return READY

@@ -211,9 +211,7 @@ class ReceivesAndSends:
 
     def cancel_abandoned(self) -> None:
         """Cancel the transfers that no caller waits for any more."""
-        if self._core.has_peer_transfers and (
-            abandoned := self._core.take_abandoned_peer_transfers()
-        ):
+        if abandoned := self._core.take_abandoned_peer_transfers():
             self._outbox.effects.cancel.extend(abandoned)
 
     def note_ends(self) -> None:

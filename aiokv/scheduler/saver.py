@@ -21,6 +21,7 @@ class Saver:
     """Begins the offloads of one cache.
 
     Attributes:
+        has_host: True if there is a host tier.
         stopped: True when no offload may begin: the engine is closing, or a tier is asleep.
         saves_first: True when a grant waits until the blocks that it evicts are saved, while the
             host tier has room.
@@ -31,9 +32,9 @@ class Saver:
         self._core = core
         self._plans = plans
         self._outbox = outbox
-        self._has_host = config.host_blocks > 0
-        self.saves_first = self._has_host and config.write_policy != "none"
-        self.saves_before_extend = self._has_host and config.write_policy == "write_back"
+        self.has_host = config.host_blocks > 0
+        self.saves_first = self.has_host and config.write_policy != "none"
+        self.saves_before_extend = self.has_host and config.write_policy == "write_back"
         self.stopped = False
         self._is_wanted = False  # whether `collect` was requested and not yet called
 
@@ -45,11 +46,11 @@ class Saver:
     @property
     def is_active(self) -> bool:
         """True if offloads may begin."""
-        return self._has_host and not self.stopped
+        return self.has_host and not self.stopped
 
     def want(self) -> None:
         """Request a call of ``collect`` at the end of this pass of the loop."""
-        if self._has_host and not self.stopped and not self._is_wanted:
+        if self.has_host and not self.stopped and not self._is_wanted:
             self._outbox.request_collect()
             self._is_wanted = True
 

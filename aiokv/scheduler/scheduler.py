@@ -260,7 +260,8 @@ class CacheScheduler:
             self._granting.cancel_abandoned()
         if self._saves_windows and self._core.wants_backups():
             self._saver.want()  # a save of window blocks waits until some ids are not reserved
-        self.peers.cancel_abandoned()
+        if self._core.has_peer_transfers:
+            self.peers.cancel_abandoned()
         if (self._requests or self._waiters) and not self._advances:
             if self._outbox.pending.cancel:
                 # The worker may cancel these onloads at once, so no grant may join them before
@@ -456,7 +457,6 @@ class CacheScheduler:
         """
         return self._core.extendable_blocks(limit, self._saver.drops_unsaved)
 
-    @guarded
     def allocate(
         self,
         lease_id: int,
@@ -482,36 +482,38 @@ class CacheScheduler:
             LeaseError: the lease is granted or waits already, or ``num_tokens`` is out of range.
             RequestTooLarge: the device or the salt's quota can never hold the request.
         """
-        if waits_for_store:
-            self._take_place(lease_id, num_tokens, priority, reserve_blocks)
-            return None, self._outbox.pending
-        grant, effects = self.try_allocate(
-            lease_id, num_tokens, priority, reserve_blocks=reserve_blocks
-        )
-        if grant is not None:
-            return grant, effects
+        if not waits_for_store:
+            grant, effects = self.try_allocate(
+                lease_id, num_tokens, priority, Priority.DEMAND, reserve_blocks
+            )
+            if grant is not None:
+                return grant, effects
+        return self._join_line(lease_id, num_tokens, priority, waits_for_store, reserve_blocks)
+
+    @guarded
+    def _join_line(
+        self,
+        lease_id: int,
+        num_tokens: int,
+        priority: int,
+        waits_for_store: bool,
+        reserve_blocks: int | None,
+    ) -> Done:
+        """Let a lease wait for capacity, or for a store while it keeps its place in line."""
         self._check_not_waiting(lease_id)
         salt = self._salt(lease_id)
         num_blocks = self._blocks_for(num_tokens)
+        request = WaitingRequest(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
+        if waits_for_store:
+            self._core.check_request(lease_id, num_tokens, reserve_blocks)
+            self._quota.check_request(num_blocks)
+            self._admission.join_store(request)
+            return None, self._outbox.pending
         counted = self._quota.admits(salt, num_blocks)
         if counted:
             self._quota.count(lease_id, salt, num_blocks)
-        request = WaitingRequest(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
         self._admission.join(request, counted=counted)
         return None, self._outbox.pending
-
-    def _take_place(
-        self, lease_id: int, num_tokens: int, priority: int, reserve_blocks: int | None
-    ) -> None:
-        """Let a lease wait for a store. It keeps its place in line."""
-        self._check_not_waiting(lease_id)
-        self._core.check_request(lease_id, num_tokens, reserve_blocks)
-        num_blocks = self._blocks_for(num_tokens)
-        self._quota.check_request(num_blocks)
-        salt = self._salt(lease_id)
-        self._admission.join_store(
-            WaitingRequest(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
-        )
 
     @guarded
     def end_store_wait(self, lease_id: int) -> Done:
