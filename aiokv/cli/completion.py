@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     parser = command_parser()
     for action in parser.arguments():
-        if action.type is Path or action.metavar == "TRACE":  # a file, "-" or "example"
+        if action.type is Path or action.metavar in ("TRACE", "PATH"):  # a file, "-" or "example"
             setattr(action, "complete", shtab.FILE)  # noqa: B010  (shtab's own attribute)
     print(shtab.complete(parser, shell=args.shell))
     return 0
