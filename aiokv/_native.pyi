@@ -516,6 +516,11 @@ class Core:
 
     def extend(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_tokens: int) -> bool: ...
 
+    def commit_blocks(self, lease: int, ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], group_ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, step: int = 0) -> int:
+        """
+        assign() ids whose positions are computed, append() tokens, and commit() all positions of the table.
+        """
+
     def assign(self, lease: int, ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], computed_tokens: int = 0, group_ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """
         Append device ids of a server to the table of a lease; group_ids has one row of as many ids per other group, -1 for none, or is empty.
@@ -531,12 +536,6 @@ class Core:
         Return the newest unfinished step that the transfers of is_idle() wait for, or 0.
         """
 
-    def take_idle(self) -> list[int]:
-        """Return leases that have become idle."""
-
-    def take_advanced(self) -> list[int]:
-        """Return leases of which external saves have made blocks matchable."""
-
     def take_queued_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
         """
         Return the device ids of the external saves that were queued since the last call.
@@ -545,9 +544,9 @@ class Core:
     def give_up_saves(self) -> None:
         """Save nothing of what external saves have queued."""
 
-    def end_saved(self) -> list[int]:
+    def settle(self) -> tuple[list[int], list[int], list[int]] | None:
         """
-        Return the released leases that waited for external saves only, and end them.
+        End the released leases that waited for external saves only. Return these leases, those of which saves have made blocks matchable, and those that have become idle; or None if there are none.
         """
 
     def release(self, lease: int, step: int = 0, used_in: int = 0, label: str = '') -> bool:

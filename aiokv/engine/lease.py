@@ -743,6 +743,44 @@ class Lease(Unique):
             raise
         leases.used(lease_id)
 
+    def commit_blocks(
+        self,
+        block_ids: TokenIds,
+        tokens: TokenIds,
+        *,
+        groups: Mapping[str, TokenIds] | None = None,
+    ) -> int:
+        """Set device blocks that are computed, and their tokens, and share them.
+
+        One call in place of ``append``, ``assign`` and ``commit``, for each lease of which a step
+        has completed blocks. All positions of the lease's blocks count as computed.
+
+        Args:
+            block_ids: as for ``assign``. If this is the first call after the grant, nothing is
+                onloaded: the blocks cover ``cached_tokens``, and have the cached positions, too.
+            tokens: as for ``append``.
+            groups: as for ``assign``.
+
+        Returns:
+            The number of blocks that became shareable, as for ``commit``.
+
+        Raises:
+            LeaseError, UsageError, ClosedError: as for ``assign`` and ``append``. Nothing changed.
+        """
+        record = self.record
+        leases = record.leases
+        leases.check_loop()
+        lease_id = record.held_id()
+        group_ids = leases.read.group_ids(groups, len(block_ids)) if groups else None
+        published = leases.apply(
+            leases.scheduler.commit_blocks(lease_id, block_ids, tokens, group_ids)
+        )
+        if leases.timers:
+            leases.used(lease_id)
+        if leases.tickets:
+            leases.peer_tickets.committed(lease_id)
+        return published
+
     @property
     def transfer_ids(self) -> tuple[int, ...]:
         """Ids of the transfers in flight that write blocks of the lease.
@@ -758,10 +796,9 @@ class Lease(Unique):
         """True if no transfer reads or writes device blocks that were assigned to the lease.
 
         Saves go on after the lease is preempted or released, and this property covers them. Always
-        True where the engine owns the device blocks.
+        True where the engine owns the device blocks. Any thread.
         """
         leases = self.record.leases
-        leases.check_thread()
         return leases.read.is_idle(self.record.number) or not leases.lifetime.is_running
 
     async def idle(self) -> None:

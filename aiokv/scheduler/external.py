@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.base.types import as_block_ids, as_tokens
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from aiokv._native import Core
+    from aiokv.base.types import TokenIds
     from aiokv.scheduler.effects import Grant, Outbox
     from aiokv.scheduler.granting import Granting
     from aiokv.scheduler.pending import PendingBlocks
@@ -56,13 +59,34 @@ class ExternalBlocks:
         self._core.assign(lease_id, block_ids, computed_tokens, group_ids)
         return self._granting.loading(lease_id, priority)
 
+    def commit_blocks(
+        self,
+        lease_id: int,
+        block_ids: TokenIds,
+        tokens: TokenIds,
+        group_ids: NDArray[np.int32] | None,
+        step: int,
+    ) -> int:
+        """Append computed blocks and tokens to a lease, and commit all its blocks."""
+        commit = self._core.commit_blocks
+        try:
+            published = commit(lease_id, block_ids, tokens, group_ids, step)  # type: ignore[arg-type]
+        except TypeError:  # neither arrays of int32 nor lists of such integers
+            ids = as_block_ids(block_ids)
+            published = commit(lease_id, ids, as_tokens(tokens), group_ids, step)
+        self.settle()
+        return published
+
     def settle(self) -> None:
         """Report the blocks that the last call of the core has queued, and the ended leases."""
         core = self._core
         if self._records_checksums and len(queued := core.take_queued_ids()):
             self._outbox.effects.computed.append(queued)
-        self._releases.forget(core.end_saved())
-        for lease_id in core.take_advanced():
-            self._pending.advanced(lease_id)
-        if idle := core.take_idle():
-            self._outbox.effects.idle.extend(idle)
+        if (settled := core.settle()) is None:
+            return
+        ended, advanced, idle = settled
+        self._releases.forget(ended)
+        if self._pending.waiters:
+            for lease_id in advanced:
+                self._pending.advanced(lease_id)
+        self._outbox.effects.idle.extend(idle)

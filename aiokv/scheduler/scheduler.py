@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.base.plan import TransferReport
-    from aiokv.base.types import LeaseIds, Tier
+    from aiokv.base.types import LeaseIds, Tier, TokenIds
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Done, Effects
     from aiokv.scheduler.gate import GateChange
@@ -72,6 +72,7 @@ TRANSITIONS: Final = (
     "expire",
     "append",
     "commit",
+    "commit_blocks",
     "extend",
     "advance_batch",
     "truncate",
@@ -636,15 +637,50 @@ class CacheScheduler:
             UsageError: the server has no such block, the lease has it already, a transfer in flight
                 uses it, ``computed_tokens`` is out of range, or the engine owns the device blocks.
         """
-        if self._external is None:
-            raise UsageError(
-                "assign: CacheConfig.external_device is False, so allocate names the device blocks",
-                hint="CacheConfig(external_device=True, ...) for device blocks of a server",
-            )
-        grant = self._external.assign(
+        grant = self._externals("assign").assign(
             lease_id, block_ids, computed_tokens, onload_priority, group_ids
         )
         return grant, self._settle()
+
+    @guarded
+    def commit_blocks(
+        self,
+        lease_id: int,
+        block_ids: TokenIds,
+        tokens: TokenIds,
+        group_ids: NDArray[np.int32] | None = None,
+    ) -> tuple[int, Effects]:
+        """Append computed blocks of the server and tokens, and commit; see ``Lease.commit_blocks``.
+
+        Args:
+            lease_id: a granted lease.
+            block_ids: ``[N]`` integers; as for ``tokens``, those of a list are converted natively.
+            tokens: ``[M]`` integers.
+            group_ids: as for ``assign``.
+
+        Returns:
+            The number of blocks that became shareable.
+
+        Raises:
+            LeaseError, UsageError: as for ``assign`` and ``append``.
+        """
+        published = self._externals("commit_blocks").commit_blocks(
+            lease_id, block_ids, tokens, group_ids, self._clock.open
+        )
+        if published and not self._clock.tracked:
+            self._saver.want()
+        if self._waiters:
+            self._pending.advanced(lease_id)
+            return published, self._settle()
+        return published, self._outbox.pending
+
+    def _externals(self, call: str) -> ExternalBlocks:
+        if self._external is None:
+            raise UsageError(
+                f"{call}: CacheConfig.external_device is False: allocate names the device blocks",
+                hint="CacheConfig(external_device=True, ...) for device blocks of a server",
+            )
+        return self._external
 
     def append(
         self,

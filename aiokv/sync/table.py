@@ -48,8 +48,9 @@ VERBS: Final = (
     Verb(Lease.release, "return", run=on_loop.release),
     # External device blocks
     Verb(Lease.assign),
+    Verb(Lease.commit_blocks),
     Verb(Lease.transfer_ids),
-    Verb(Lease.is_idle),
+    Verb(Lease.is_idle, "direct"),
     Verb(Lease.idle, "future", run=on_loop.idle),
     # Computed positions
     Verb(Lease.commit),

@@ -79,7 +79,7 @@ TEST(a_released_lease_ends_with_its_last_save) {
     const std::vector<LeaseId> ended = cache.core.complete(first, Outcome::kDone, 0);
     CHECK(ended == std::vector<LeaseId>{lease});
     CHECK(cache.core.is_idle(lease));
-    CHECK(cache.core.take_idle() == std::vector<LeaseId>{lease});
+    CHECK(cache.core.settle().idle == std::vector<LeaseId>{lease});
     CHECK_EQ(cache.hit(prompt(7)), 3u);
 }
 

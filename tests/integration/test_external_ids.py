@@ -12,6 +12,7 @@ from aiokv.errors import ConfigError, LeaseError, UsageError
 from aiokv.testing import (
     spin,
 )
+from tests.harness.cache import prompt
 from tests.harness.external import LONG, A, B, C, ExternalCache
 
 pytestmark = pytest.mark.asyncio
@@ -68,6 +69,68 @@ async def test_preempt_gives_the_blocks_up_and_a_later_grant_takes_others():
         await cache.finish()
         cache.check(lease, A)
         lease.release()
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+async def test_commit_blocks_saves_what_append_assign_and_commit_save(as_array: bool):
+    grown = np.concatenate([A, prompt(7, 2)])[:20]
+    async with ExternalCache() as cache:
+        lease = await cache.granted(A)
+        words = cache.memory.words(grown)
+        cache.memory.write(np.arange(5), words[:5])
+        convert = (lambda ids: np.array(ids, np.int64)) if as_array else list
+        assert lease.commit_blocks(convert([0, 1]), convert([])) == 2
+        assert lease.commit_blocks(convert([2, 3, 4]), convert(grown[len(A) :])) == 3
+        assert (lease.num_tokens, lease.block_table.tolist()) == (20, [0, 1, 2, 3, 4])
+        assert lease.commit_blocks([], []) == 0
+        assert not cache.device.onloads
+        await cache.finish()
+        lease.release()
+        assert cache.hit(grown)[1] == 4  # the last token is always computed
+        assert await cache.check_hit(grown, range(8, 13)) == 16
+
+
+async def test_commit_blocks_has_to_cover_the_hit_and_copies_none_of_it():
+    async with ExternalCache() as cache:
+        await cache.store(A, range(4))
+        lease = await cache.granted(LONG)
+        assert lease.cached_tokens == 12
+        with pytest.raises(LeaseError, match="2 blocks do not cover the 12 cached positions"):
+            lease.commit_blocks([5, 6], [])
+        assert lease.block_table.tolist() == []
+        assert lease.commit_blocks([5, 6, 7, 8], []) == 1
+        assert not cache.device.onloads
+        await cache.finish()
+        lease.release()
+
+
+async def test_refused_commit_blocks_changes_nothing():
+    async with ExternalCache() as cache:
+        lease = await cache.begin(A, [0, 1, 2, 3])
+        before = cache.engine.inspect.dump()["statistics"]
+        for ids, tokens, error, text in (
+            ([99], [1], UsageError, "block id 99 is out of range; the device has 24 blocks"),
+            ([3], [1], UsageError, "the lease has block 3 already"),
+            ([4], [2**31], UsageError, "token id 2147483648 at position 0 is outside int32"),
+            (["a"], [1], UsageError, "block ids must be integers"),
+        ):
+            with pytest.raises(error, match=text):
+                lease.commit_blocks(list(ids), list(tokens))
+            assert lease.block_table.tolist() == [0, 1, 2, 3]
+            assert cache.engine.inspect.dump()["statistics"] == before
+        assert lease.commit_blocks([4], range(7)) == 5  # none of the refused tokens was named
+        await cache.finish()
+        lease.release()
+        with pytest.raises(LeaseError, match="cannot be used any more"):
+            lease.commit_blocks([5], [])
+    async with CacheEngine(CacheConfig(device_blocks=4, block_tokens=4)) as engine:
+        own = engine.match([1, 2, 3])
+        await own.allocate(3)
+        with pytest.raises(
+            UsageError, match=r"commit_blocks: CacheConfig\.external_device is False"
+        ):
+            own.commit_blocks([0], [])
+        own.release()
 
 
 async def test_ids_may_be_shared_by_leases_that_read_them():

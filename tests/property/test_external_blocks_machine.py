@@ -100,7 +100,7 @@ class ExternalMachine(RuleBasedStateMachine):
         if self.used_ids(reads=True) & set(blocks):
             self.losses += 1
             self.queued = {block: set() for block in self.queued}
-        self.core.end_saved()
+        self.core.settle()
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class ExternalMachine(RuleBasedStateMachine):
             self.core.give_up_saves()
             self.losses += 1
         self.queued.clear()
-        self.core.end_saved()
+        self.core.settle()
 
     @precondition(lambda self: self.moving)
     @rule(which=pick)
@@ -392,7 +392,7 @@ class ExternalMachine(RuleBasedStateMachine):
     def reset(self, really: int) -> None:
         if really == 0:
             self.core.reset()
-            self.core.end_saved()
+            self.core.settle()
             self.weights += 1
             self.losses += 1
             self.queued.clear()

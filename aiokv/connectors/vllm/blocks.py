@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aiokv.base.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from concurrent.futures import Future
 
     from vllm.v1.core.block_pool import BlockPool
 
@@ -56,11 +55,23 @@ class VllmBlocks:
         self.pool.evict_blocks(block_ids)
 
 
+class Idle(Protocol):
+    """Transfers that use blocks."""
+
+    def done(self) -> bool:
+        """Return True if no transfer uses the blocks any more."""
+        ...
+
+    def result(self, timeout: float) -> None:
+        """Block the calling thread until ``done``; raise ``TimeoutError`` if that takes longer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Use:
     block_ids: Sequence[int]
     step: int  # this step uses the blocks until it ends
-    idle: Future[None] | None  # done when transfers no longer use the blocks
+    idle: Idle | None
 
     def is_over(self, ended_step: int) -> bool:
         return self.step <= ended_step and (self.idle is None or self.idle.done())
@@ -77,13 +88,13 @@ class FreedBlocks:
         self._uses: list[_Use] = []
         self._ended_step = 0
 
-    def add(self, block_ids: Sequence[int], step: int, idle: Future[None] | None) -> None:
+    def add(self, block_ids: Sequence[int], step: int, idle: Idle | None) -> None:
         """Note freed blocks.
 
         Args:
             block_ids: the blocks.
             step: the last step that computes with them.
-            idle: a future that is done when no transfer reads or writes them; None if that holds.
+            idle: transfers that read or write them; None if there are none.
         """
         use = _Use(block_ids, step, idle)
         if use.block_ids and not use.is_over(self._ended_step):
@@ -97,37 +108,24 @@ class FreedBlocks:
     def note_ended(self, step: int) -> None:
         """Note that all steps up to ``step`` have ended."""
         self._ended_step = max(self._ended_step, step)
-        self._forget()
+        self._uses = [use for use in self._uses if not use.is_over(self._ended_step)]
 
-    def used_by_transfers(self, block_ids: Iterable[int]) -> list[Future[None]]:
-        """Return the futures to wait for before any of these blocks is written."""
-        self._forget()
-        if not self._uses:
-            return []
-        wanted = set(block_ids)
-        return [
-            use.idle
-            for use in self._uses
-            if use.idle is not None and not use.idle.done() and not wanted.isdisjoint(use.block_ids)
-        ]
+    def used_by_transfers(self, block_ids: Iterable[int]) -> list[Idle]:
+        """Return the transfers to wait for before any of these blocks is written."""
+        idles = (use.idle for use in self._uses_of(block_ids))
+        return [idle for idle in idles if idle is not None and not idle.done()]
 
     def step_with(self, block_ids: Iterable[int]) -> int:
         """Return the last step that uses one of these blocks and has not ended; 0 for none."""
-        self._forget()
-        if not self._uses:
-            return 0
-        wanted = set(block_ids)
-        steps = (use.step for use in self._uses if not wanted.isdisjoint(use.block_ids))
+        steps = (use.step for use in self._uses_of(block_ids))
         return max((step for step in steps if step > self._ended_step), default=0)
 
     def are_used(self, block_ids: Iterable[int]) -> bool:
         """Return True while a step or a transfer uses one of these blocks."""
-        self._forget()
-        if not self._uses:
-            return False
-        wanted = set(block_ids)
-        return any(not wanted.isdisjoint(use.block_ids) for use in self._uses)
+        return any(not use.is_over(self._ended_step) for use in self._uses_of(block_ids))
 
-    def _forget(self) -> None:
-        if self._uses:
-            self._uses = [use for use in self._uses if not use.is_over(self._ended_step)]
+    def _uses_of(self, block_ids: Iterable[int]) -> list[_Use]:
+        if not self._uses:
+            return []
+        wanted = set(block_ids)
+        return [use for use in self._uses if not wanted.isdisjoint(use.block_ids)]

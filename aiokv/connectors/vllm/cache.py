@@ -10,17 +10,40 @@ from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from concurrent.futures import Future
 
     from vllm.distributed.kv_events import KVCacheEvent
 
     from aiokv.base.statistics import CacheStatistics, Statistics
+    from aiokv.connectors.vllm.blocks import Idle
     from aiokv.connectors.vllm.events import EventCollector
     from aiokv.connectors.vllm.tensors_here import Tensors
-    from aiokv.sync import Answer, Calls, EngineFuture, SyncEngine, SyncLayers, SyncLease
+    from aiokv.sync import Answer, Calls, SyncEngine, SyncLayers, SyncLease
     from aiokv.worker.device.base import Event
 
 log = Log(__name__)
+
+
+class Watched:
+    """Transfers of a lease after a call, which may not be made yet.
+
+    Args:
+        lease: the lease, which may be released.
+        answer: answer of the call.
+    """
+
+    __slots__ = ("_answer", "_lease")
+
+    def __init__(self, lease: SyncLease, answer: Answer[Any]) -> None:
+        self._lease = lease
+        self._answer = answer
+
+    def done(self) -> bool:
+        """Return True if the call was made, and no transfer uses the blocks of the lease."""
+        return self._answer.done and self._lease.is_idle
+
+    def result(self, timeout: float) -> None:
+        """Block the calling thread until ``done``; raise ``TimeoutError`` if that takes longer."""
+        self._lease.idle().result(timeout)
 
 
 class HostCache:
@@ -127,7 +150,7 @@ class HostCache:
         leases: Sequence[SyncLease],
         calls: Calls | None = None,
         labels: Sequence[str] | None = None,
-    ) -> list[EngineFuture[None]]:
+    ) -> list[Watched]:
         """Release leases, in the crossing of other calls, and do not wait for the answers.
 
         Args:
@@ -136,17 +159,18 @@ class HostCache:
             labels: label of each lease, see ``SyncLease.release``; None for no labels.
 
         Returns:
-            Per lease, a future that is done when no transfer uses its blocks.
+            Per lease, what is done when no transfer uses its blocks.
         """
         calls = self.calls() if calls is None else calls
         labels = [""] * len(leases) if labels is None else labels
-        for lease, label in zip(leases, labels, strict=True):
-            calls.release(lease, returns=label)
-        futures = [calls.idle(lease) for lease in leases]
+        watched = [
+            Watched(lease, calls.release(lease, returns=label))
+            for lease, label in zip(leases, labels, strict=True)
+        ]
         self.post(calls)
-        return futures
+        return watched
 
-    def wait_idle(self, idle: Future[None], timeout: float) -> None:
+    def wait_idle(self, idle: Idle, timeout: float) -> None:
         """Block the calling thread until the transfers of a released lease have ended.
 
         After a failure of the engine, it does not wait: no copy that is being read is matched then,

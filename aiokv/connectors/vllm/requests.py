@@ -118,6 +118,7 @@ class CachedRequest:
 
     Attributes:
         request: vLLM's request.
+        request_id: its id.
         local: positions that vLLM's own cache had at the last match.
         preemptions: the request's count at the match.
         parameters: the wishes of the request.
@@ -141,6 +142,7 @@ class CachedRequest:
     """
 
     request: Request
+    request_id: str
     local: int
     preemptions: int
     parameters: Parameters
@@ -160,10 +162,6 @@ class CachedRequest:
     computed: int = 0
     due: int = 0
     ended: bool = False
-
-    @property
-    def request_id(self) -> str:
-        return str(self.request.request_id)
 
     @property
     def table(self) -> list[int]:

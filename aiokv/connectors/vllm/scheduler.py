@@ -27,6 +27,7 @@ from aiokv.base.logs import Log
 from aiokv.connectors.prefills import PrefillClock
 from aiokv.connectors.vllm import compat
 from aiokv.connectors.vllm.blocks import FreedBlocks
+from aiokv.connectors.vllm.cache import Watched
 from aiokv.connectors.vllm.groups import NO_BLOCK
 from aiokv.connectors.vllm.messages import Load, StepMetadata
 from aiokv.connectors.vllm.requests import (
@@ -206,7 +207,7 @@ class SchedulerHalf:
     def _match(self, request: Request, local: int) -> CachedRequest:
         """Return a request with a lease, or without one if it is computed without the cache."""
         wishes = Parameters.of(request)
-        cached = CachedRequest(request, local, request.num_preemptions, wishes)
+        cached = CachedRequest(request, request.request_id, local, request.num_preemptions, wishes)
         read = (
             wishes.read
             and not request.skip_reading_prefix_cache
@@ -547,7 +548,7 @@ class SchedulerHalf:
         self._note_commits()
         if failed_blocks:
             self._note_failures(set(failed_blocks))
-        ended: dict[str, CachedRequest] = {}
+        ended: dict[CachedRequest, None] = {}
         for number in [number for number in self._records if number <= step]:
             for cached, end in self._records.pop(number).ends:
                 if failed_blocks and not set(cached.table).isdisjoint(failed_blocks):
@@ -555,9 +556,9 @@ class SchedulerHalf:
                 # The model has not computed with the last token, and drafts behind it were
                 # rejected.
                 cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
-                ended[cached.request_id] = cached
+                ended[cached] = None
         if ended or self._finishing or self._cache.closes_steps_on_ranks:
-            self._commit(ended.values(), event, prefill)
+            self._commit(ended, event, prefill)
         self._freed.note_ended(step)
 
     def ended_loads(self, reported: set[str] | None) -> set[str] | None:
@@ -593,48 +594,45 @@ class SchedulerHalf:
         calls = self._cache.calls()
         committed = []
         for cached in requests:
-            blocks = self._advance(cached)
-            if blocks > cached.committed and cached.lease is not None:
-                committed.append((cached, self._add_commit(calls, cached.lease, cached, blocks)))
+            blocks, lease = self._advance(cached), cached.lease
+            if blocks > cached.committed and lease is not None:
+                committed.append((cached, self._add_commit(calls, lease, cached, blocks)))
         if self._cache.is_usable and (committed or self._cache.closes_steps_on_ranks):
             if prefill is not None:
                 calls.note_prefill(*prefill)
             calls.step(event)  # transfers of the blocks wait for this event
         # vLLM frees blocks of windows and states while their request runs.
-        saving = [
-            (cached, calls.idle(cached.lease))
-            for cached, _ in committed
-            if cached.saving and cached.lease is not None
-        ]
+        for cached, answer in committed:
+            if cached.saving and cached.lease is not None:
+                self._freed.add(cached.saving, 0, Watched(cached.lease, answer))
+                cached.saving = []
         finished, self._finishing = self._finishing, []
         released = [(cached, cached.lease) for cached in finished if cached.lease is not None]
         for cached in finished:
             cached.lease = None
         labels = [cached.parameters.returns for cached, _ in released]
         leases = [lease for _, lease in released]
-        futures = self._cache.release_and_watch(leases, calls, labels)
-        for cached, idle in saving:
-            self._freed.add(cached.saving, 0, idle)
-            cached.saving = []
+        watched = self._cache.release_and_watch(leases, calls, labels)
         self._posted = _Commits(calls, committed)
-        for (cached, _), future in zip(released, futures, strict=True):
-            self._freed.add(cached.tables.ids(0, cached.assigned), 0, future)
+        for (cached, _), idle in zip(released, watched, strict=True):
+            self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
 
     def _advance(self, cached: CachedRequest) -> int:
         """Return the number of blocks to commit; set ``due`` of a request that decodes."""
         blocks = min(cached.computed // self._block_tokens, len(cached.table))
+        lease = cached.lease
         is_saved = (
-            cached.lease is not None
+            lease is not None
             and cached.parameters.write
             and self._cache.is_usable
             and not cached.was_preempted
         )
         if cached.computed >= cached.request.num_tokens - 1:
             cached.due = (blocks + 1) * self._block_tokens if is_saved else sys.maxsize
-        if not is_saved or cached.lease is None:
+        if not is_saved or lease is None or blocks < cached.assigned:
             return 0
-        # The first call of assign() has to cover the hit, also one that vLLM does not load.
-        is_covered = cached.assigned or blocks * self._block_tokens >= cached.lease.cached_tokens
+        # The first blocks have to cover the hit, also one that vLLM does not load.
+        is_covered = cached.assigned or blocks * self._block_tokens >= lease.cached_tokens
         return blocks if is_covered else 0
 
     def _note_commits(self) -> None:
@@ -643,32 +641,29 @@ class SchedulerHalf:
             return
         posted, self._posted = self._posted, None
         self._cache.run(posted.calls)
-        for cached, answers in posted.answers:
-            if not self._cache.succeeded(answers, f"commit of request {cached.request_id}"):
+        for cached, answer in posted.answers:
+            if answer.error is not None:
+                self._cache.succeeded([answer], f"commit of request {cached.request_id}")
                 self._leave_lease(cached)
 
     def _add_commit(
         self, calls: Calls, lease: SyncLease, cached: CachedRequest, blocks: int
-    ) -> list[Answer[Any]]:
-        end = blocks * self._block_tokens
-        answers: list[Answer[Any]] = []
-        if end > cached.known_tokens:
-            tokens = cached.request.all_token_ids[cached.known_tokens : end]
-            answers.append(calls.append(lease, tokens))
-            cached.known_tokens = end
-        if blocks > cached.assigned:
-            ids = cached.table[cached.assigned : blocks]
-            computed = 0 if cached.assigned else end  # nothing is left to load
-            sides = cached.tables.sides_to_save(
-                self._groups, cached.assigned, blocks, cached.kept_tokens
-            )
-            answers.append(calls.assign(lease, ids, computed_tokens=computed, groups=sides))
-            for side in sides.values():
-                cached.saving += [block for block in side if block != NO_BLOCK]
-            cached.assigned = blocks
-        answers.append(calls.commit(lease, end))
-        cached.committed = blocks
-        return answers
+    ) -> Answer[Any]:
+        end = max(blocks * self._block_tokens, cached.known_tokens)
+        sides = cached.tables.sides_to_save(
+            self._groups, cached.assigned, blocks, cached.kept_tokens
+        )
+        answer = calls.commit_blocks(
+            lease,
+            cached.table[cached.assigned : blocks],
+            cached.request.all_token_ids[cached.known_tokens : end],
+            groups=sides,
+        )
+        for side in sides.values():
+            cached.saving += [block for block in side if block != NO_BLOCK]
+        cached.known_tokens = end
+        cached.assigned = cached.committed = blocks
+        return answer
 
     def _note_failures(self, failed_blocks: set[int]) -> None:
         """Give up positions that were computed with blocks whose loads have failed.
@@ -810,11 +805,11 @@ class _Commits(NamedTuple):
 
     Attributes:
         calls: the calls of the crossing.
-        answers: the requests, with the answers of their calls.
+        answers: the requests, with the answers of their commits.
     """
 
     calls: Calls
-    answers: list[tuple[CachedRequest, list[Answer[Any]]]]
+    answers: list[tuple[CachedRequest, Answer[Any]]]
 
 
 def _prompt_tokens(output: SchedulerOutput) -> int:

@@ -111,12 +111,21 @@ class Core {
     bool is_idle(LeaseId id) const { return external_.uses().is_idle(id); }
     // Returns the newest unfinished step that is_idle() waits for, or 0.
     Step idle_after_step(LeaseId id) const { return external_.after_step(id); }
-    std::vector<LeaseId> take_idle() { return external_.uses().take_idle(); }
-    std::vector<LeaseId> take_advanced() { return external_.saves().take_advanced(); }
+    // Assigns blocks whose positions are computed, appends tokens, and commits all positions of the
+    // table. Returns what commit() returns.
+    std::uint32_t commit_blocks(LeaseId id, std::span<const BlockId> ids, Tokens tokens,
+                                std::span<const BlockId> group_ids, Step step);
+    // What has followed from calls with external blocks.
+    struct Settled {
+        std::vector<LeaseId> ended;     // released leases that waited for external saves only
+        std::vector<LeaseId> advanced;  // leases of which saves have made blocks matchable
+        std::vector<LeaseId> idle;      // leases that have become idle
+        bool empty() const { return ended.empty() && advanced.empty() && idle.empty(); }
+    };
+    // Ends the released leases that waited for external saves only.
+    Settled settle();
     std::vector<BlockId> take_queued_ids() { return external_.saves().take_queued_ids(); }
     void give_up_saves() { external_.saves().give_up_queue(); }
-    // Ends and returns the released leases that waited only for external saves.
-    std::vector<LeaseId> end_saved();
     Fork fork(LeaseId id, Step step) {
         external_.refuse("fork", "match the prompt again, and assign the blocks that it shares");
         peers_.check_state_copy(leases_.at(id), "fork");
@@ -384,6 +393,7 @@ class Core {
     }
 
   private:
+    std::vector<LeaseId> end_saved();  // see settle()
     static constexpr std::size_t kMaxListed = 4096;  // most leases to look at: < 1 ms
 
     // Returns the cached full blocks of a prompt, in all tiers.

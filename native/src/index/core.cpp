@@ -229,6 +229,29 @@ std::vector<LeaseId> Core::end_saved() {
     return ended;
 }
 
+std::uint32_t Core::commit_blocks(LeaseId id, std::span<const BlockId> ids, Tokens tokens,
+                                  std::span<const BlockId> group_ids, Step step) {
+    Lease& lease = leases_.at(id);
+    const bool is_first = lease.table.empty();
+    const auto end = std::min<std::size_t>(
+        (lease.table.size() + ids.size()) * config_.block_tokens, kMaxTokens);
+    if (lease.tokens.size() + tokens.size() > static_cast<std::size_t>(kMaxTokens)) {
+        throw LeaseError("commit_blocks: " + str(tokens.size()) + " tokens at position " +
+                         str(lease.tokens.size()) + " exceed the " + std::to_string(kMaxTokens) +
+                         " positions of a lease")
+            .of(id);
+    }
+    peers_.check_commit(lease, static_cast<std::int64_t>(end));
+    external_.assign(lease, ids, is_first ? static_cast<std::int64_t>(end) : 0, group_ids);
+    publication_.append(lease, tokens, {});
+    return publication_.commit(lease, lease.num_tokens, step);
+}
+
+Core::Settled Core::settle() {
+    std::vector<LeaseId> ended = end_saved();  // first: it may make leases idle
+    return {std::move(ended), external_.saves().take_advanced(), external_.uses().take_idle()};
+}
+
 void Core::finish_state(Lease& lease, std::uint32_t num_tokens) {
     if (num_tokens == 0) {
         completions_.lose_sides(lease);

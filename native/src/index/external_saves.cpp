@@ -369,7 +369,7 @@ void ExternalSaves::insert_one(SaveId id, std::vector<SaveId>& next) {
         residency_.note_use(lease, block.depth, node);
         lease.path.push_back(node);
         lease.saving.erase(lease.saving.begin());
-        advanced_.push_back(lease_id);
+        if (advanced_.empty() || advanced_.back() != lease_id) advanced_.push_back(lease_id);
         if (lease.saving.empty() && lease.is(LeaseState::kReleasing)) ended_.push_back(lease_id);
     }
     if (found.is_new && block.leases.empty()) {

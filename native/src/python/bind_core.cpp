@@ -231,6 +231,15 @@ AdvancedTuple advance(Core& core, std::span<const LeaseId> ids, Tokens tokens, s
                           copy_ids(advanced.computed));
 }
 
+using SettledTuple = nb::typed<nb::tuple, std::vector<LeaseId>, std::vector<LeaseId>,
+                               std::vector<LeaseId>>;
+
+std::optional<SettledTuple> settle(Core& core) {
+    const Core::Settled settled = core.settle();
+    if (settled.empty()) return std::nullopt;
+    return nb::make_tuple(settled.ended, settled.advanced, settled.idle);
+}
+
 // A field of an open lease.
 template <class Field>
 auto of_lease(Field Lease::* field) {
@@ -616,6 +625,15 @@ void bind_core(nb::module_& m) {
              "Return what retract() returns.")
         .def("extend", &Core::extend, "leases"_a, "num_tokens"_a)
         .def(
+            "commit_blocks",
+            [](Core& core, LeaseId id, Tokens ids, Tokens tokens, std::optional<Tokens> group_ids,
+               Step step) {
+                return core.commit_blocks(id, ids, tokens, group_ids.value_or(Tokens()), step);
+            },
+            "lease"_a, "ids"_a, "tokens"_a, "group_ids"_a = nb::none(), "step"_a = 0,
+            "assign() ids whose positions are computed, append() tokens, and commit() all positions "
+            "of the table.")
+        .def(
             "assign",
             [](Core& core, LeaseId id, Tokens ids, std::int64_t computed_tokens,
                std::optional<Tokens> group_ids) {
@@ -628,16 +646,15 @@ void bind_core(nb::module_& m) {
              "Return whether no transfer uses ids that the lease, which may have ended, has named.")
         .def("idle_after_step", &Core::idle_after_step, "lease"_a,
              "Return the newest unfinished step that the transfers of is_idle() wait for, or 0.")
-        .def("take_idle", &Core::take_idle, "Return leases that have become idle.")
-        .def("take_advanced", &Core::take_advanced,
-             "Return leases of which external saves have made blocks matchable.")
         .def(
             "take_queued_ids", [](Core& core) { return copy_ids(core.take_queued_ids()); },
             "Return the device ids of the external saves that were queued since the last call.")
         .def("give_up_saves", &Core::give_up_saves,
              "Save nothing of what external saves have queued.")
-        .def("end_saved", &Core::end_saved,
-             "Return the released leases that waited for external saves only, and end them.")
+        .def("settle", &settle,
+             "End the released leases that waited for external saves only. Return these leases, "
+             "those of which saves have made blocks matchable, and those that have become idle; "
+             "or None if there are none.")
         .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0, "label"_a = "",
              "Return False when batches or transfers of peers in flight keep the blocks until they "
              "have ended. `label`: see Lease.release; \"\" for none.")
