@@ -138,6 +138,7 @@ class CachedRequest:
         committed: leading blocks of the table that were committed.
         computed: leading positions whose steps have ended.
         due: a step has to be recorded if it ends at this position or behind; 0 in prefill.
+        due_step: first step that may do so; 0 for none.
         ended: True after the request has finished, or was preempted.
     """
 
@@ -161,6 +162,7 @@ class CachedRequest:
     committed: int = 0
     computed: int = 0
     due: int = 0
+    due_step: int = 0
     ended: bool = False
 
     @property

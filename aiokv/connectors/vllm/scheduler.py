@@ -118,12 +118,13 @@ class SchedulerHalf:
         # Requests of the step whose output is being processed.
         self._finishing: list[CachedRequest] = []
         self._loads: list[Load] = []  # loads for the next message
-        self._swept = False  # whether `_sweep` was called since the last step was built
         self._has_no_room = False  # the step that is being scheduled has no room for a load
         self._computes_more = False  # that step computes more than the step before
         self._decision_seconds = DECISION_SECONDS  # time left for waits in that step
         self._queued: int | None = None  # tokens of running prompts that are left to compute
         self._records: dict[int, _Record] = {}  # by step, of those that have not ended
+        self._due: dict[int, list[CachedRequest]] = {}  # by the next step to look at them
+        self._most_generated = 1  # most tokens that a step has computed of a request that decodes
         self._posted: _Commits | None = None  # the last commits, whose answers were not read yet
         self._last_scheduled: Mapping[str, int] = {}  # tokens of the last step, by request
         self._freed = FreedBlocks()
@@ -144,10 +145,11 @@ class SchedulerHalf:
             if (waiting := self._waiting.get(request.request_id)) is not None:
                 waiting.asked_after = self._step
             return None, False
-        self._sweep()
-        if self._follows_resets and self._pool.take_reset():
-            self._follow_reset()
+        self._note_reset()
         cached = self._requests.get(request.request_id)
+        if cached is not None and cached.was_preempted:
+            self._leave(cached)
+            cached = None
         if cached is not None and not self._keeps_match(cached, local):
             # vLLM still reserves the blocks of a load that has failed, and might wait forever for
             # as many again: such a request is computed.
@@ -311,7 +313,6 @@ class SchedulerHalf:
         The load begins with the next message. vLLM may call this method after ``build`` for a
         request that waits for its load.
         """
-        self._sweep()
         cached = self._requests.get(request.request_id)
         if cached is None:
             return
@@ -414,7 +415,11 @@ class SchedulerHalf:
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers for a step that was scheduled."""
-        self._drop_preempted()
+        self._note_reset()
+        for request_id in output.preempted_req_ids or ():
+            preempted = self._requests.get(request_id)
+            if preempted is not None and preempted.was_preempted:
+                self._leave(preempted)
         for cached in list(self._waiting.values()):
             if cached.request.status.name == "WAITING_FOR_REMOTE_KVS":
                 self._loading[cached.request_id] = cached  # `allocated` is called later
@@ -446,7 +451,6 @@ class SchedulerHalf:
             self._step, self._loads, [cached.request_id for cached in waits], is_empty=is_empty
         )
         self._loads = []
-        self._swept = False
         self._queued = None
         self._has_no_room = False
         self._computes_more = False
@@ -456,8 +460,8 @@ class SchedulerHalf:
     def _record(self, output: SchedulerOutput) -> list[int]:
         """Note the positions that the step computes; return the blocks that it may write to.
 
-        This loop runs over all requests in each step, so it does little: most requests neither get
-        a block nor complete one.
+        It looks only at requests that get a block, are in prefill, or may complete a block: most
+        requests of a step do none of these.
         """
         size = self._block_tokens
         written: list[int] = []
@@ -465,32 +469,37 @@ class SchedulerHalf:
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             written += self._groups.blocks_of(new.block_ids, new.num_computed_tokens // size)
-            self._loading.pop(new.req_id, None)
-            cached = self._requests.get(new.req_id)
-            if cached is not None:
-                cached.tables.set(self._groups, new.block_ids)
-                cached.kept_tokens = new.num_computed_tokens
-                ends.append((cached, new.num_computed_tokens + scheduled[new.req_id]))
+            self._begin_prefill(new.req_id, new.block_ids)
         running = output.scheduled_cached_reqs
-        requests, resumed = self._requests, running.resumed_req_ids
-        has_sides = bool(self._groups.sides)
-        for request_id, blocks, computed in zip(
-            running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
-        ):
-            cached = requests.get(request_id)
-            if blocks is not None:
-                is_resumed = request_id in resumed
-                written += self._groups.blocks_of(blocks, computed // size if is_resumed else 0)
-                if is_resumed:
-                    self._loading.pop(request_id, None)
-                if cached is not None and is_resumed:
-                    cached.tables.set(self._groups, blocks)
-                elif cached is not None:
+        for i, blocks in enumerate(running.new_block_ids):
+            if blocks is None:
+                continue
+            request_id = running.req_ids[i]
+            if request_id in running.resumed_req_ids:
+                written += self._groups.blocks_of(blocks, running.num_computed_tokens[i] // size)
+                self._begin_prefill(request_id, blocks)
+            else:
+                written += self._groups.blocks_of(blocks, 0)
+                if (cached := self._requests.get(request_id)) is not None:
                     cached.tables.extend(self._groups, blocks)
-            if cached is not None and has_sides:
-                cached.kept_tokens = computed - compat.tokens_in_flight(cached.request)
-            if cached is not None and (end := computed + scheduled[request_id]) >= cached.due:
+        if self._groups.sides:
+            for request_id in scheduled:
+                if (cached := self._requests.get(request_id)) is not None:
+                    request = cached.request
+                    cached.kept_tokens = request.num_computed_tokens - compat.tokens_in_flight(
+                        request
+                    )
+        if drafts := output.scheduled_spec_decode_tokens:
+            longest = max(len(tokens) for tokens in drafts.values())
+            self._most_generated = max(self._most_generated, 1 + longest)
+        for cached in self._due.pop(self._step, ()):
+            if cached.ended or cached.due_step != self._step:
+                continue
+            num_tokens = scheduled.get(cached.request_id, 0)
+            end = cached.request.num_computed_tokens + num_tokens
+            if num_tokens and end >= cached.due:
                 ends.append((cached, end))
+            self._look_again(cached, end)
         if self._groups.states:
             for cached, end in ends:
                 cached.tables.note_states(self._groups, end)
@@ -498,6 +507,26 @@ class SchedulerHalf:
         self._records[self._step] = _Record(scheduled, ends)
         self._last_scheduled = scheduled
         return written
+
+    def _begin_prefill(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """Note the blocks of a request that the present step is the first to compute."""
+        self._loading.pop(request_id, None)
+        cached = self._requests.get(request_id)
+        if cached is not None:
+            cached.tables.set(self._groups, block_ids)
+            cached.due_step = self._step
+            self._due.setdefault(self._step, []).append(cached)
+
+    def _look_again(self, cached: CachedRequest, computed: int) -> None:
+        """Let ``_record`` look at a request in the first step that may reach ``cached.due``.
+
+        Args:
+            cached: the request.
+            computed: positions that the steps so far compute.
+        """
+        num_steps = -(-(cached.due - computed) // self._most_generated)
+        cached.due_step = self._step + max(num_steps, 1)
+        self._due.setdefault(cached.due_step, []).append(cached)
 
     def _note_boundary_states(self, output: SchedulerOutput) -> None:
         """Note the states that the step leaves inside a prompt, where no step ends."""
@@ -629,6 +658,9 @@ class SchedulerHalf:
         )
         if cached.computed >= cached.request.num_tokens - 1:
             cached.due = (blocks + 1) * self._block_tokens if is_saved else sys.maxsize
+            cached.due_step = 0
+            if is_saved:
+                self._look_again(cached, cached.request.num_computed_tokens)
         if not is_saved or lease is None or blocks < cached.assigned:
             return 0
         # The first blocks have to cover the hit, also one that vLLM does not load.
@@ -687,21 +719,6 @@ class SchedulerHalf:
 
     # --- ends of requests -------------------------------------------------------------------------
 
-    def _sweep(self) -> None:
-        """Drop preempted requests, once while a step is scheduled."""
-        if not self._swept:
-            self._drop_preempted()
-            self._swept = True
-
-    def _drop_preempted(self) -> None:
-        preempted = [
-            cached
-            for cached in self._requests.values()
-            if cached.request.num_preemptions != cached.preemptions  # fast: no call per request
-        ]
-        for cached in preempted:
-            self._leave(cached)
-
     def _leave(self, cached: CachedRequest) -> None:
         """Forget a request whose blocks vLLM has freed, or that has none."""
         self._drop(cached)
@@ -736,6 +753,18 @@ class SchedulerHalf:
         (idle,) = self._cache.release_and_watch([lease])
         self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
 
+    def _note_reset(self) -> None:
+        """Follow vLLM if it has emptied its cache since the last call."""
+        if self._pool.take_reset():
+            self._drop_preempted()
+            if self._follows_resets:
+                self._follow_reset()
+
+    def _drop_preempted(self) -> None:
+        """Drop all preempted requests: vLLM 0.22 does not list those that a reset has preempted."""
+        for cached in [cached for cached in self._requests.values() if cached.was_preempted]:
+            self._leave(cached)
+
     def _follow_reset(self) -> None:
         """Forget all blocks after vLLM has emptied its cache: the weights may have changed."""
         if not self._cache.is_usable:
@@ -758,6 +787,7 @@ class SchedulerHalf:
         """
         if self._loading and self._groups.sides and not compat.CAN_FAIL_REQUESTS:
             return False
+        self._drop_preempted()
         self.reset()
         is_done = self._cache.reset(self._timeout)
         if is_done:

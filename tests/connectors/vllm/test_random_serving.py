@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from concurrent.futures import wait
+from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,9 @@ from tests.connectors.vllm.server import Server
 from tests.harness.flaky import ChaosDevice, FlakyDevice
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from vllm.v1.request import Request
+
+    from aiokv.connectors.vllm.blocks import Idle
 
 STEPS = 3_000 if os.environ.get("AIOKV_DEEP") else 400
 
@@ -251,13 +251,14 @@ class Walk:
         self.num_in_step = 0  # waits of steps for one of their loads
         self.num_beside = 0  # steps during which requests wait for loads
 
-    def _move_until(self, idle: Future[None], timeout: float) -> None:
+    def _move_until(self, idle: Idle, timeout: float) -> None:
         """Let the slow device end copies until those of a lease have ended."""
         assert self.chaos is not None
         self.num_waits += 1
         while not idle.done():
             self.chaos.move(1)
-            wait([idle], 0.001)
+            with suppress(TimeoutError):
+                idle.result(0.001)
 
     def _compute_in_flight(self, step: int) -> None:
         self.num_step_waits += 1
