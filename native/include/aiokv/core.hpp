@@ -393,7 +393,7 @@ class Core {
     }
 
   private:
-    std::vector<LeaseId> end_saved();  // see settle()
+    std::vector<LeaseId> end_saved();                // see settle()
     static constexpr std::size_t kMaxListed = 4096;  // most leases to look at: < 1 ms
 
     // Returns the cached full blocks of a prompt, in all tiers.

@@ -233,8 +233,8 @@ std::uint32_t Core::commit_blocks(LeaseId id, std::span<const BlockId> ids, Toke
                                   std::span<const BlockId> group_ids, Step step) {
     Lease& lease = leases_.at(id);
     const bool is_first = lease.table.empty();
-    const auto end = std::min<std::size_t>(
-        (lease.table.size() + ids.size()) * config_.block_tokens, kMaxTokens);
+    const auto end =
+        std::min<std::size_t>((lease.table.size() + ids.size()) * config_.block_tokens, kMaxTokens);
     if (lease.tokens.size() + tokens.size() > static_cast<std::size_t>(kMaxTokens)) {
         throw LeaseError("commit_blocks: " + str(tokens.size()) + " tokens at position " +
                          str(lease.tokens.size()) + " exceed the " + std::to_string(kMaxTokens) +

@@ -231,8 +231,8 @@ AdvancedTuple advance(Core& core, std::span<const LeaseId> ids, Tokens tokens, s
                           copy_ids(advanced.computed));
 }
 
-using SettledTuple = nb::typed<nb::tuple, std::vector<LeaseId>, std::vector<LeaseId>,
-                               std::vector<LeaseId>>;
+using SettledTuple =
+    nb::typed<nb::tuple, std::vector<LeaseId>, std::vector<LeaseId>, std::vector<LeaseId>>;
 
 std::optional<SettledTuple> settle(Core& core) {
     const Core::Settled settled = core.settle();
@@ -631,7 +631,8 @@ void bind_core(nb::module_& m) {
                 return core.commit_blocks(id, ids, tokens, group_ids.value_or(Tokens()), step);
             },
             "lease"_a, "ids"_a, "tokens"_a, "group_ids"_a = nb::none(), "step"_a = 0,
-            "assign() ids whose positions are computed, append() tokens, and commit() all positions "
+            "assign() ids whose positions are computed, append() tokens, and commit() all "
+            "positions "
             "of the table.")
         .def(
             "assign",
