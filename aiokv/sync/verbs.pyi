@@ -182,16 +182,19 @@ class RecordedVerbs:
         See ``Lease.assign``.
         """
 
+    def commit_blocks(
+        self, lease: SyncLease, block_ids: TokenIds, tokens: TokenIds, *, groups: Mapping[str,
+        TokenIds] | None = None
+    ) -> Answer[int]:
+        """Set device blocks that are computed, and their tokens, and share them.
+
+        See ``Lease.commit_blocks``.
+        """
+
     def transfer_ids(self, lease: SyncLease) -> Answer[tuple[int, ...]]:
         """Ids of the transfers in flight that write blocks of the lease.
 
         See ``Lease.transfer_ids``.
-        """
-
-    def is_idle(self, lease: SyncLease) -> Answer[bool]:
-        """True if no transfer reads or writes device blocks that were assigned to the lease.
-
-        See ``Lease.is_idle``.
         """
 
     def idle(self, lease: SyncLease) -> EngineFuture[None]:
@@ -397,6 +400,14 @@ class LeaseVerbs:
         """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
         See ``Lease.assign``.
+        """
+
+    def commit_blocks(
+        self, block_ids: TokenIds, tokens: TokenIds, *, groups: Mapping[str, TokenIds] | None = None
+    ) -> int:
+        """Set device blocks that are computed, and their tokens, and share them.
+
+        See ``Lease.commit_blocks``.
         """
 
     @property
