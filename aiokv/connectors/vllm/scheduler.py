@@ -145,7 +145,8 @@ class SchedulerHalf:
             if (waiting := self._waiting.get(request.request_id)) is not None:
                 waiting.asked_after = self._step
             return None, False
-        self._note_reset()
+        if self._follows_resets and self._pool.take_reset():
+            self._follow_reset()
         cached = self._requests.get(request.request_id)
         if cached is not None and cached.was_preempted:
             self._leave(cached)
@@ -415,11 +416,7 @@ class SchedulerHalf:
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers for a step that was scheduled."""
-        self._note_reset()
-        for request_id in output.preempted_req_ids or ():
-            preempted = self._requests.get(request_id)
-            if preempted is not None and preempted.was_preempted:
-                self._leave(preempted)
+        self._drop_preempted()
         for cached in list(self._waiting.values()):
             if cached.request.status.name == "WAITING_FOR_REMOTE_KVS":
                 self._loading[cached.request_id] = cached  # `allocated` is called later
@@ -753,16 +750,14 @@ class SchedulerHalf:
         (idle,) = self._cache.release_and_watch([lease])
         self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
 
-    def _note_reset(self) -> None:
-        """Follow vLLM if it has emptied its cache since the last call."""
-        if self._pool.take_reset():
-            self._drop_preempted()
-            if self._follows_resets:
-                self._follow_reset()
-
     def _drop_preempted(self) -> None:
-        """Drop all preempted requests: vLLM 0.22 does not list those that a reset has preempted."""
-        for cached in [cached for cached in self._requests.values() if cached.was_preempted]:
+        """Drop the preempted requests: vLLM 0.22 does not list all of them."""
+        preempted = [
+            cached
+            for cached in self._requests.values()
+            if cached.request.num_preemptions != cached.preemptions  # fast: no call per request
+        ]
+        for cached in preempted:
             self._leave(cached)
 
     def _follow_reset(self) -> None:
@@ -787,7 +782,6 @@ class SchedulerHalf:
         """
         if self._loading and self._groups.sides and not compat.CAN_FAIL_REQUESTS:
             return False
-        self._drop_preempted()
         self.reset()
         is_done = self._cache.reset(self._timeout)
         if is_done:

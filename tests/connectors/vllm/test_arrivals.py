@@ -51,7 +51,7 @@ class Server:
         """Begin a load."""
         load, request = Load(), SimpleNamespace(request_id=name)
         onload = Onload(0, num_blocks, in_step=False, started=True, layers=load)  # type: ignore[arg-type]
-        self.loading[name] = CachedRequest(request, 0, 0, None, onload=onload)  # type: ignore[arg-type]
+        self.loading[name] = CachedRequest(request, name, 0, 0, None, onload=onload)  # type: ignore[arg-type]
         self.link.add(load, num_blocks)
         return load
 
