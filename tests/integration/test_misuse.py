@@ -373,6 +373,7 @@ ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "can_allocate": lambda e, lease: (12,),
     "resume": lambda e, lease: (12,),
     "commit": lambda e, lease: (8,),
+    "commit_blocks": lambda e, lease: ([0], [5]),
     "expire_after": lambda e, lease: (60.0,),
     "assign": lambda e, lease: ([0],),
     "truncate": lambda e, lease: (9,),
