@@ -814,6 +814,7 @@ class Lease(Unique):
         Cancellation: nothing changed.
         """
         lease_id, leases = self.record.number, self.record.leases
+        leases.check_thread()
         while not self.is_idle:
             if step := leases.read.idle_after_step(lease_id):
                 leases.open_step.check_wait(step, "transfers")

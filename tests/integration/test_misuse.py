@@ -347,7 +347,7 @@ ANY_THREAD = {
         "inspect", "free_device_blocks",
     },
     "Inspection": {"device_blocks_by_salt", "retained_blocks_by_salt"},
-    "Lease": {"block_table", "window_table", "id", "owner", "salt", "layers"},
+    "Lease": {"block_table", "window_table", "id", "is_idle", "owner", "salt", "layers"},
 }  # fmt: skip
 ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "match": lambda e, lease: (TOKENS,),

@@ -403,7 +403,7 @@ class ExternalMachine(RuleBasedStateMachine):
         """Leases that are open keep their blocks, and publish no more."""
         if really == 0:
             self.core.purge("")
-            self.core.end_saved()
+            self.core.settle()
             self.losses += 1
             self.queued = {block: set() for block in self.queued}
             self.committed.clear()

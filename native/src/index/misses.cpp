@@ -105,7 +105,8 @@ void Misses::explain(Lease& lease, std::size_t limit) {
 bool Misses::is_known_end(const Lease& lease, Place place) const {
     const PrefixTree& tree = index_.tree();
     if (place.block == 0) return divergence(lease, {.known = place.node}).has_value();
-    return place.is_in_run || tree.has_child(place.node) || tree.evicted().is_above(place.node);
+    const bool is_parent = tree.is_live(place.node) && tree.has_child(place.node);
+    return place.is_in_run || is_parent || tree.evicted().is_above(place.node);
 }
 
 std::optional<Misses::Divergence> Misses::divergence(const Lease& lease,
