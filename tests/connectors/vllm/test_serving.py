@@ -463,6 +463,7 @@ def test_hits_are_loaded_when_the_user_turns_vllms_prefix_cache_off(
     for name, loaded in (("a", 0), ("b", 40)):
         request = serve_and_check(server, name, tokens, 2)
         assert server.loaded(request) == loaded
+        server.drain()
 
 
 @pytest.fixture
