@@ -34,9 +34,10 @@ _THREADS: Final = 8
 _CHUNK_BYTES: Final = 64 << 10
 _LOOKUP_KEYS: Final = 64  # requests of a lookup in flight
 _KEY: Final = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
-_NO_RANGE: Final = ("416", "InvalidRange", "Range Not Satisfiable")
+# Messages name the object, whose hexadecimal digits may look like a status.
+_NO_RANGE: Final = "status code: 416"
 _TRAILER_KEY: Final = 16  # place of the key in a trailer
-_NO_ROOM: Final = ("507", "StorageFull", "InsufficientStorage", "QuotaExceeded")
+_NO_ROOM: Final = ("status code: 507", "StorageFull", "InsufficientStorage", "QuotaExceeded")
 
 
 class S3Store(Store):
@@ -620,7 +621,7 @@ def _first_line(error: Exception) -> str:
 
 def _length_behind(error: Exception) -> int:
     """Return 0 for the error that a range begins behind the end of an object; raise others."""
-    if any(word in _first_line(error) for word in _NO_RANGE):
+    if _NO_RANGE in _first_line(error):
         return 0
     raise error
 

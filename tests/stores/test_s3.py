@@ -17,7 +17,7 @@ from aiokv._native import verify_blocks
 from aiokv.errors import ConfigError, StoreError
 from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.stores import S3Store, s3
-from aiokv.stores.base import split_keys
+from aiokv.stores.base import KEY_BYTES, split_keys
 from aiokv.stores.bundles import Bundle
 from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -349,6 +349,23 @@ async def test_engines_that_save_the_same_prompt_at_once_keep_whole_bundles(rig:
         for n in (200, 300):
             assert await third.find(*PROMPT[:30], *range(n, n + 9)) == 39
             assert await third.load(*PROMPT[:30], *range(n, n + 9)) == [DONE] * 39
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
+@pytest.mark.parametrize("digits", ["0416", "0507"])  # of HTTP
+async def test_digits_of_a_name_are_no_status(rig: S3Rig, digits: str) -> None:
+    key = bytes.fromhex(digits).ljust(KEY_BYTES, b"\0")
+    blocks = Blocks()
+    async with opened(rig, blocks) as store:
+        blocks.write(0, key)
+        rig.server.kill()
+        with pytest.raises(StoreError):
+            await store.lookup_prefix(key)
+        with pytest.raises(StoreError):
+            await store.load(key, ids(0))
+        with pytest.raises(StoreError):
+            await store.save(key, ids(0))
 
 
 @pytest.mark.asyncio
