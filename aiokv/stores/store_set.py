@@ -558,6 +558,8 @@ class _Refused:
 
     def note(self, keys: bytes, is_refused: NDArray[np.bool_], results: NDArray[np.uint8]) -> None:
         """Note the results of a save in the stores without a limit."""
+        if not self._keys and not is_refused.any():
+            return
         for i, key in enumerate(split_keys(keys)):
             if not is_refused[i]:
                 self._keys.pop(key, None)
