@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from aiokv import CacheConfig, CacheEngine
+from aiokv import CacheConfig, CacheEngine, WindowGroup
 from aiokv.statistics import MissedRange
 from aiokv.sync import SyncEngine
 
 OPTIONS = {"device_blocks": 4, "block_tokens": 4, "strict": False}
 PROMPT = list(range(13))
+WINDOW = WindowGroup(window_tokens=4, device_blocks=8)
 
 
-def make_engine(history: int = 16) -> CacheEngine:
-    return CacheEngine(CacheConfig(miss_history_blocks=history, **OPTIONS))
+def make_engine(history: int = 16, **options: Any) -> CacheEngine:
+    return CacheEngine(CacheConfig(miss_history_blocks=history, **OPTIONS, **options))
 
 
 async def serve(engine: CacheEngine, tokens: list[int], salt: str = "") -> list[MissedRange]:
@@ -104,11 +107,12 @@ async def test_purge_forgets_evicted_tokens() -> None:
 
 
 @pytest.mark.asyncio
-async def test_reset_forgets_evicted_tokens() -> None:
-    async with make_engine() as engine, await engine.match([7, 7]) as open_lease:
+@pytest.mark.parametrize("windows", [{}, {"local": WINDOW}])  # with one, a reset visits each block
+async def test_reset_forgets_evicted_tokens(windows: dict[str, WindowGroup]) -> None:
+    async with make_engine(windows=windows) as engine, await engine.match([7, 7]) as open_lease:
         await open_lease.allocate(2)
         await serve(engine, PROMPT[:9])
-        await engine.evict(2)
+        assert await engine.evict(2) == 2
         await engine.reset()
         (missed,) = await serve(engine, PROMPT[:9])
     assert missed.cause == "never_seen"
