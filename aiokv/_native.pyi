@@ -1222,9 +1222,15 @@ class Turn:
         Loop's thread: wait for a borrower, and end the offer. Return True if others have had the turn.
         """
 
-    @property
-    def offered(self) -> bool:
-        """True while the loop waits for events."""
+    def set_wake_socket(self, wake_socket: int) -> None:
+        """
+        Set the descriptor of the socket to which a byte is sent to wake the loop.
+        """
+
+    def wake(self) -> None:
+        """
+        End the loop's wait for events, if it waits; at the end of a `call` that runs.
+        """
 
     def call(self, function: object, *args: object) -> bool:
         """

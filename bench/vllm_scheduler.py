@@ -2,10 +2,12 @@
 
 ``.venv-vllm-0.22.1/bin/python -m bench.vllm_scheduler``, of ``make test-vllm``, runs the requests
 with and without ``AiokvConnector``, and no model: each step returns one token per request. Measured
-is the CPU time of the scheduler's thread and of the engine's thread within ``schedule()`` and
-``update_from_output()``. It includes work of the engine that the scheduler does not wait for, and
-other programs hardly change it. The rounds with and without the connector alternate; ``added`` is
-the difference of the medians. Blocks have 16 tokens.
+is the CPU time within ``schedule()`` and ``update_from_output()``, which other programs hardly
+change: ``vllm``, of the scheduler's thread without the connector; ``added``, what the connector
+adds to it; ``engine``, of the engine's thread at the same time, for which the scheduler seldom
+waits. Short rounds with and without the connector alternate, and each figure is a median of rounds;
+``added`` that of the differences within a pair. Blocks have 16 tokens. With a GPU, the connector
+copies its blocks.
 
 * ``request_us``: per request of 1,024 prompt tokens and 16 generated ones, of which 8 run at once.
   ``miss``: of new prompts; ``hit``: of prompts of which host memory has all blocks and vLLM none.
@@ -19,7 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import random
-import statistics
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ import uuid
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
@@ -46,6 +48,10 @@ from tests.connectors.vllm.configs import tensors_of, vllm_config
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
+    Seconds = NDArray[np.float64]  # of the scheduler's thread, and of the engine's
+
 BLOCK_TOKENS: Final = 16
 MAX_TOKENS: Final = 131_072
 PROMPT_TOKENS: Final = 1_024
@@ -55,19 +61,21 @@ RUNNING: Final = 256
 WAITING_TOKENS: Final = 100_000
 LAYER: Final = "model.layers.0.self_attn.attn"
 PATIENCE_SECONDS: Final = 60.0
+NO_SECONDS: Final = np.zeros(2)
 IDLE_SECONDS: Final = 0.001  # vLLM's pause after a step in which all requests wait for loads
 
 
 class Clock:
-    """Reads the CPU time of this thread and of the engine's thread, if there is one."""
+    """Reads the CPU time of this thread, and of the engine's thread, if there is one."""
 
     def __init__(self) -> None:
         threads = [t for t in threading.enumerate() if t.name == "aiokv-engine"]
         self._engines = [time.pthread_getcpuclockid(t.ident) for t in threads if t.ident]
 
-    def now(self) -> float:
-        """Return the seconds since a fixed moment."""
-        return time.thread_time() + sum(time.clock_gettime(clock) for clock in self._engines)
+    def now(self) -> Seconds:
+        """Return the seconds of both since a fixed moment."""
+        engine = sum(time.clock_gettime(clock) for clock in self._engines)
+        return np.array((time.thread_time(), engine))
 
 
 class Server:
@@ -97,7 +105,9 @@ class Server:
         self._worker: Any = None
         if is_connected:
             self._worker = AiokvConnector(config, KVConnectorRole.WORKER, cache)
-            tensor = torch.zeros((2, num_blocks, BLOCK_TOKENS, 1, 1), dtype=torch.int32)
+            shape = (2, num_blocks, BLOCK_TOKENS, 1, 1)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            tensor = torch.zeros(shape, dtype=torch.int32, device=device)
             self._worker.register_kv_caches({LAYER: tensor})
         self.scheduler: Any = Scheduler(
             vllm_config=config,
@@ -109,7 +119,7 @@ class Server:
         )
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._computed: dict[str, int] = {}
-        self.seconds = 0.0  # in the scheduler
+        self.seconds = NO_SECONDS  # in the scheduler
         self._clock = Clock()
         self.loaded_tokens = 0
 
@@ -129,7 +139,7 @@ class Server:
         """Run one step; return False if it has computed nothing."""
         began = self._clock.now()
         output = self.scheduler.schedule()
-        self.seconds += self._clock.now() - began
+        self.seconds = self.seconds + self._clock.now() - began
         kv_output = self._work(output) if self._worker is not None else None
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
@@ -144,7 +154,7 @@ class Server:
         )
         began = self._clock.now()
         outputs = self.scheduler.update_from_output(output, result)
-        self.seconds += self._clock.now() - began
+        self.seconds = self.seconds + self._clock.now() - began
         for of_client in outputs.values():
             for one in of_client.outputs:
                 if one.prefill_stats is not None:
@@ -190,64 +200,64 @@ class Server:
 
 def run(quick: bool) -> dict[str, Any]:
     rounds = 3 if quick else 15
-    requests = _measure(_requests, 4_096, rounds, 2 * IN_FLIGHT if quick else 64)
-    steps = _measure(_steps, 2 * RUNNING * (PROMPT_TOKENS // BLOCK_TOKENS), rounds, 1)
-    waiting = _measure(_waiting, 6_400, rounds, 1)
+    requests = _measure(_requests, 4_096, 10 * rounds)
+    steps = _measure(_steps, 2 * RUNNING * (PROMPT_TOKENS // BLOCK_TOKENS), rounds)
+    waiting = _measure(_waiting, 6_400, rounds)
     return {"request_us": requests, "step_us": steps, "waiting_us": waiting}
 
 
 def _measure(
-    scenario: Callable[[Server, random.Random, int], dict[str, float]],
-    num_blocks: int,
-    rounds: int,
-    size: int,
+    scenario: Callable[[Server, random.Random], dict[str, Seconds]], num_blocks: int, rounds: int
 ) -> dict[str, Any]:
-    """Return the medians of a scenario in microseconds: without the connector, and added by it."""
+    """Return the medians of a scenario in microseconds."""
     servers = [Server(num_blocks, is_connected=connected) for connected in (False, True)]
-    samples: list[dict[str, list[float]]] = [{}, {}]
+    pairs: dict[str, list[tuple[Seconds, Seconds]]] = {}
     gc.collect()
     gc.freeze()  # as vLLM does before it serves
     for seed in range(rounds + 1):
-        for server, of_server in zip(servers, samples, strict=True):
-            for name, seconds in scenario(server, random.Random(seed), size).items():
-                if seed:  # the first round warms up
-                    of_server.setdefault(name, []).append(seconds)
+        without, connected = (scenario(server, random.Random(seed)) for server in servers)
+        if seed:  # the first round warms up
+            for name, seconds in without.items():
+                pairs.setdefault(name, []).append((seconds, connected[name]))
     for server in servers:
         server.close()
-    return {name: _compared(samples[0][name], samples[1][name]) for name in samples[0]}
+    return {name: _compared(of_name) for name, of_name in pairs.items()}
 
 
-def _compared(without: list[float], connected: list[float]) -> dict[str, float]:
-    vllm = statistics.median(without) * 1e6
-    return {"vllm": vllm, "added": statistics.median(connected) * 1e6 - vllm}
+def _compared(pairs: list[tuple[Seconds, Seconds]]) -> dict[str, float]:
+    seconds = {
+        "vllm": [without[0] for without, _ in pairs],
+        "added": [connected[0] - without[0] for without, connected in pairs],
+        "engine": [connected[1] for _, connected in pairs],
+    }
+    return {name: 1e6 * float(np.median(values)) for name, values in seconds.items()}
 
 
 def _prompt(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(50_000) for _ in range(num_tokens)]
 
 
-def _requests(server: Server, rng: random.Random, num_requests: int) -> dict[str, float]:
-    prompts = [_prompt(rng, PROMPT_TOKENS) for _ in range(num_requests)]
-    seconds: dict[str, float] = {}
+def _requests(server: Server, rng: random.Random) -> dict[str, Seconds]:
+    prompts = [_prompt(rng, PROMPT_TOKENS) for _ in range(IN_FLIGHT)]
+    seconds: dict[str, Seconds] = {}
     for name in ("miss", "hit"):
-        server.seconds, loaded = 0.0, server.loaded_tokens
-        for first in range(0, num_requests, IN_FLIGHT):
-            for prompt in prompts[first : first + IN_FLIGHT]:
-                server.add(prompt, GENERATED)
-            server.run()
-        seconds[name] = server.seconds / num_requests
+        server.seconds, loaded = NO_SECONDS, server.loaded_tokens
+        for prompt in prompts:
+            server.add(prompt, GENERATED)
+        server.run()
+        seconds[name] = server.seconds / IN_FLIGHT
         loaded = server.loaded_tokens - loaded
         server.drain()
         if not server.scheduler.kv_cache_manager.reset_prefix_cache():
             raise InternalError("vLLM did not empty its prefix cache")
         if name == "hit" and server.scheduler.connector is not None:
-            expected = num_requests * (PROMPT_TOKENS - BLOCK_TOKENS)
+            expected = IN_FLIGHT * (PROMPT_TOKENS - BLOCK_TOKENS)
             if loaded != expected:
                 raise InternalError(f"{loaded} tokens were loaded instead of {expected}")
     return seconds
 
 
-def _steps(server: Server, rng: random.Random, _: int) -> dict[str, float]:
+def _steps(server: Server, rng: random.Random) -> dict[str, Seconds]:
     for i in range(RUNNING):
         # The requests complete their blocks in different steps.
         server.add(_prompt(rng, 64 + i % BLOCK_TOKENS), 4 * BLOCK_TOKENS)
@@ -258,7 +268,7 @@ def _steps(server: Server, rng: random.Random, _: int) -> dict[str, float]:
     return {str(RUNNING): seconds}
 
 
-def _waiting(server: Server, rng: random.Random, _: int) -> dict[str, float]:
+def _waiting(server: Server, rng: random.Random) -> dict[str, Seconds]:
     prompt = _prompt(rng, WAITING_TOKENS)
     server.add(prompt[: WAITING_TOKENS // 2], 1)
     server.run()
@@ -279,9 +289,9 @@ def _waiting(server: Server, rng: random.Random, _: int) -> dict[str, float]:
     return {str(WAITING_TOKENS): seconds}
 
 
-def _steps_of(server: Server) -> float:
+def _steps_of(server: Server) -> Seconds:
     """Return the mean time of a step; in these steps, each request completes the same blocks."""
-    server.seconds, num_steps = 0.0, 2 * BLOCK_TOKENS
+    server.seconds, num_steps = NO_SECONDS, 2 * BLOCK_TOKENS
     for _ in range(num_steps):
         server.step()
     return server.seconds / num_steps

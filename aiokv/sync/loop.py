@@ -23,13 +23,14 @@ class SharedLoop(asyncio.SelectorEventLoop):
 
     At any time, one thread has the *turn*: that of the loop, except while it waits for events.
     Another thread then borrows the turn, and runs functions of the loop as its callbacks do. What
-    they schedule wakes the loop.
+    they schedule wakes the loop when the turn is given back.
     """
 
     def __init__(self) -> None:
         self._turn = _native.Turn()
         self._events = _Events(self._turn)
         super().__init__(self._events)
+        self._turn.set_wake_socket(self._csock.fileno())  # type: ignore[attr-defined]
 
     def call_here(self, function: Callable[..., bool], *args: Any) -> bool:
         """Call ``function(*args)`` in this thread, as a callback of the loop.
@@ -58,9 +59,7 @@ class SharedLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        # Wake the loop before the callback is scheduled: no interrupt can come between both.
-        if self._turn.offered:
-            self._write_to_self()  # type: ignore[attr-defined]
+        self._turn.wake()  # before the callback is scheduled: no interrupt can come between both
         return super().call_soon(callback, *args, context=context)
 
     def call_at(
@@ -70,8 +69,8 @@ class SharedLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        if self._turn.offered and when < self._events.until:
-            self._write_to_self()  # type: ignore[attr-defined]
+        if when < self._events.until:
+            self._turn.wake()
         return super().call_at(when, callback, *args, context=context)
 
     def _check_thread(self) -> None:

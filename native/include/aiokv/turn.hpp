@@ -2,13 +2,19 @@
 // while it waits for events: then another thread may borrow it.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <condition_variable>
 #include <mutex>
+#include <utility>
 
 namespace aiokv {
 
 class Turn {
   public:
+    // `wake_socket`: a byte that is sent to it ends the loop's wait. -1 until the loop is made.
+    void set_wake_socket(int wake_socket) { wake_socket_ = wake_socket; }
+
     // Loop's thread: let others borrow the turn, until `reclaim`.
     void offer() {
         const std::lock_guard lock(mutex_);
@@ -48,21 +54,44 @@ class Turn {
 
     // After try_borrow() was true, in the same thread.
     void give_back() {
+        bool wakes = false;
         {
             const std::lock_guard lock(mutex_);
             is_borrowed_ = false;
+            wakes = std::exchange(wakes_, false);
         }
         returned_.notify_one();
+        if (wakes) {
+            send_wake();
+        }
     }
 
-    bool offered() const {
-        const std::lock_guard lock(mutex_);
-        return offered_;
+    // End the loop's wait, if it waits: once the turn is given back, if it is borrowed, because the
+    // loop could not run before.
+    void wake() {
+        {
+            const std::lock_guard lock(mutex_);
+            if (!offered_) {
+                return;
+            }
+            if (is_borrowed_) {
+                wakes_ = true;
+                return;
+            }
+        }
+        send_wake();
     }
 
   private:
-    mutable std::mutex mutex_;
+    void send_wake() const {
+        // A full buffer wakes the loop, too.
+        static_cast<void>(::send(wake_socket_, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL));
+    }
+
+    int wake_socket_ = -1;
+    std::mutex mutex_;
     std::condition_variable returned_;
+    bool wakes_ = false;
     bool offered_ = false;
     bool wanted_ = false;
     bool is_borrowed_ = false;

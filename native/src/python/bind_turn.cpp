@@ -23,7 +23,10 @@ void bind_turn(nb::module_& m) {
             },
             "Loop's thread: wait for a borrower, and end the offer. Return True if others have had "
             "the turn.")
-        .def_prop_ro("offered", &Turn::offered, "True while the loop waits for events.")
+        .def("set_wake_socket", &Turn::set_wake_socket, "wake_socket"_a,
+             "Set the descriptor of the socket to which a byte is sent to wake the loop.")
+        .def("wake", &Turn::wake,
+             "End the loop's wait for events, if it waits; at the end of a `call` that runs.")
         .def(
             "call",
             [](Turn& turn, const nb::object& function, const nb::args& args) -> nb::object {
