@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.vllm.cell import DOCUMENTS_TOKENS, HOST_HITS_TOKENS, LOADS, Cell
+from bench.vllm.cell import DOCUMENT_REQUESTS, DOCUMENTS_TOKENS, HOST_HITS_TOKENS, LOADS, Cell
 from bench.vllm.model import block_bytes
 from bench.vllm.report import compare_outputs, print_tables
 from bench.vllm.servers import BLOCK_TOKENS, SERVERS, Settings
@@ -102,6 +102,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small-host-gib", type=float, default=12.0, help="default: %(default)s")
     parser.add_argument("--disk-gib", type=int, default=40, help="default: %(default)s")
     parser.add_argument("--clients", type=int, default=4, help="default: %(default)s")
+    parser.add_argument(
+        "--document-clients",
+        type=int,
+        nargs="+",
+        choices=DOCUMENT_REQUESTS,
+        default=list(DOCUMENT_REQUESTS),
+        help="of the load documents; default: %(default)s",
+    )
     parser.add_argument("--output-tokens", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--limit", type=int, help="prompts of each load; default: all")
     parser.add_argument("--limit-seconds", type=float, default=180.0, help="of each process")
@@ -176,6 +184,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
         ),
         clients=args.clients,
         max_output_tokens=args.output_tokens,
+        document_clients=tuple(args.document_clients),
         limit=args.limit,
     )
 

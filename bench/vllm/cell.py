@@ -48,7 +48,7 @@ _LONG_ANSWER_TOKENS = 64
 _LONG_ANSWERS = {1: 1, 4: 2, 16: 4}  # questions per document by the number of clients
 # "documents" asks about the same ones with Zipf popularity, behind tokens that nothing has.
 _QUESTION_TOKENS = (32, 511)
-_DOCUMENT_REQUESTS = {1: 48, 4: 128, 16: 320}  # by the number of clients
+DOCUMENT_REQUESTS = {1: 48, 4: 128, 16: 320, 32: 480}  # by the number of clients
 DOCUMENTS_TOKENS = _DOCUMENT_TOKENS[1] + _QUESTION_TOKENS[1] + _LONG_ANSWER_TOKENS
 
 
@@ -65,6 +65,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         settings: of the server.
         clients: prompts in flight.
         max_output_tokens: length of each answer.
+        document_clients: numbers of clients of "documents", of ``DOCUMENT_REQUESTS``.
         limit: prompts of each load to take; None: all.
     """
 
@@ -76,6 +77,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     clients: int
     max_output_tokens: int
+    document_clients: tuple[int, ...] = tuple(DOCUMENT_REQUESTS)
     limit: int | None = None
 
 
@@ -204,9 +206,11 @@ class _Bench:
         popularity = 1 / np.arange(1, _NUM_DOCUMENTS + 1)
         question_ids = itertools.count(4_000_000_000)
         figures = {}
-        for clients, count in _DOCUMENT_REQUESTS.items():
+        for clients, count in DOCUMENT_REQUESTS.items():
             chosen = rng.choice(_NUM_DOCUMENTS, count, p=popularity / popularity.sum())
             lengths = rng.integers(*_QUESTION_TOKENS, count, endpoint=True)
+            if clients not in self._cell.document_clients:
+                continue
             name = f"documents_{clients}_clients"
             figures[name] = await self._load(
                 name,

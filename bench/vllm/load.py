@@ -29,6 +29,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to one prompt.
 
     Attributes:
+        submitted: time of the submission, of ``time.perf_counter``.
         first_token_seconds: from the submission to the first token.
         seconds: from the submission to the last token.
         gaps_seconds: between the arrivals of tokens; a step may deliver several tokens at once.
@@ -37,6 +38,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         token_ids: the answer.
     """
 
+    submitted: float
     first_token_seconds: float
     seconds: float
     gaps_seconds: list[float]
@@ -70,6 +72,8 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
             "prompt_tokens": prompt_tokens,
             "cached_tokens": sum(answer.cached_tokens for answer in self.answers),
             "distinct_output_tokens": len({t for a in self.answers for t in a.token_ids}),
+            "submitted_of_each": [round(answer.submitted, 6) for answer in self.answers],
+            "first_token_ms_of_each": [round(ms, 2) for ms in first],
             "cached_of_each": [answer.cached_tokens for answer in self.answers],
             "digests": [answer.digest for answer in self.answers],
         }
@@ -117,6 +121,7 @@ async def ask(engine: Engine, prompt: dict[str, Any], sampling: Any) -> Answer:
     if not arrivals:
         raise RuntimeError(f"{request_id} ended without a token: {output}")
     return Answer(
+        submitted=started,
         first_token_seconds=arrivals[0],
         seconds=time.perf_counter() - started,
         gaps_seconds=np.diff(arrivals).tolist(),
