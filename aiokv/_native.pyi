@@ -638,9 +638,9 @@ class Core:
         (device_blocks, host_blocks) of the last grant in a group; group -1: state.
         """
 
-    def missing(self, lease: int) -> tuple[int, bytes]:
+    def missing(self, lease: int, blocks: int = 2048) -> tuple[int, bytes]:
         """
-        (first block, digests) of the blocks behind the cached ones that stores may have.
+        (first block, digests) of the first blocks behind the cached ones that stores may have.
         """
 
     def begin_fetch(self, lease: int, blocks: int, replaced: int = 0) -> int:

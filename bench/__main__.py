@@ -43,6 +43,7 @@ BENCHES = (
     "disk",
     "host_store",
     "redis_store",
+    "store_misses",
     "remote_stores",
     "s3_requests",
     "peers_tcp",

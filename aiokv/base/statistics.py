@@ -749,6 +749,21 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
             "Lookups of a store: several per long prompt with Store.max_lookup_keys.",
         ),
     ]
+    spared_lookups: Annotated[
+        int,
+        counter(
+            "store_spared_lookups_total",
+            "Lookups that were not made, because the store was known not to have the block.",
+        ),
+    ] = 0
+    filter_keys: Annotated[
+        int,
+        gauge(
+            "store_filter_blocks",
+            "Blocks of all groups in the filter of a store whose changes the engine follows; 0 "
+            "while it does not.",
+        ),
+    ] = 0
     lookup_keys: Annotated[
         int, counter("store_asked_blocks_total", "Blocks that a store was asked for.")
     ]

@@ -144,10 +144,12 @@ class Fetches:
         self._probe_at = 0.0  # earliest time of the next probe, on the clock of the loop
 
     def is_incomplete(self, lease_id: int) -> bool:
-        """Return True if the tiers lack something that a longer hit of the lease needs."""
+        """Return True if the tiers lack something that a longer hit of the lease needs, and that a
+        store may have."""
         if self._groups:
             return bool(self._read.boundaries(lease_id).digests)
-        return bool(self._read.missing(lease_id)[1])
+        _, digest = self._read.missing(lease_id, 1)
+        return bool(digest) and self._worker.stores.may_have(digest)
 
     def begin(self, lease_id: int, timeout: float | None, queued_tokens: int) -> StoreWait:
         """Fetch the missing blocks of a lease that has its place in line, then let it be served.

@@ -37,6 +37,10 @@ class GroupLookups:
         self._timeouts = timeouts
         self._has_answers = has_answers
 
+    def may_have(self, digest: bytes) -> bool:
+        """Return True: only the ranks know what their stores lack."""
+        return True
+
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask all ranks for the leading blocks that all of them have; see ``StoreLookups.lookup``.
 

@@ -198,18 +198,22 @@ class CacheReader:
         """Return the cached tokens that were fetched from a store, and hit first by this lease."""
         return self._core.cached_store_tokens(lease_id)
 
-    def missing(self, lease_id: int) -> tuple[int, bytes]:
+    def missing(self, lease_id: int, blocks: int = 2_048) -> tuple[int, bytes]:
         """Return the first blocks of a matched lease's prompt that no tier has.
 
         One call returns at most 2,048 blocks and 32,768 tokens, so that it takes at most 1 ms. The
         blocks behind them are returned by later calls, when those before them are cached.
+
+        Args:
+            lease_id: the lease.
+            blocks: number of blocks; fewer are returned at the end of the prompt.
 
         Returns:
             (block, digests): index of the first one, and 32 bytes per block, up to the hit limit.
             No digests if there is none, or there are no stores. With further groups, ``boundaries``
             says where a hit may end.
         """
-        return self._core.missing(lease_id)
+        return self._core.missing(lease_id, blocks)
 
     def boundaries(self, lease_id: int, skip: int = 0) -> Boundaries:
         """Return the blocks behind the hit of a matched lease, and where a hit may end.

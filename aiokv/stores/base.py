@@ -22,7 +22,7 @@ from aiokv.errors import StoreError
 from aiokv.layout.host_format import TRAILER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -106,7 +106,8 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
 class Store(Protocol):
     """Blocks by key. Used on one event loop, by one guard. Subclasses inherit ``probe`` and
     ``quarantine``, which suit a store whose lookups reach its medium, ``for_group``, ``purge``,
-    ``stored_keys``, which it replaces to support purges, and the limits of a lookup.
+    ``may_have_any``, ``stored_keys``, which it replaces to support purges, ``follow_keys``, and the
+    limits of a lookup.
 
     Keys are ``bytes`` of ``N * KEY_BYTES``: N keys, one behind the other, distinct. Results are
     arrays with one entry per key. All operations between ``open`` and ``aclose`` run concurrently;
@@ -127,6 +128,9 @@ class Store(Protocol):
         lookup_deadline_seconds: default of ``StoreUse.lookup_deadline_seconds``.
         finds_prefixes: True if ``lookup_prefix`` costs less than lookups of the keys: the blocks of
             a prompt are then looked up by it, after the other stores were asked.
+        remember_missing_seconds: default of ``StoreUse.remember_missing_seconds``; 0 for a store
+            that answers lookups from the memory of this process.
+        follows_keys: True if the store has ``follow_keys``.
         verifies_loads: True if ``load`` compares length, key and checksum of the bytes in each
             block by ``_native.copy_objects`` or ``verify_blocks``, and returns ``WRONG`` where they
             differ: the guard then does not read the blocks again.
@@ -140,6 +144,8 @@ class Store(Protocol):
     max_lookup_keys: int = 0
     lookup_deadline_seconds: float = 0.25
     finds_prefixes: bool = False
+    remember_missing_seconds: float = 0.0
+    follows_keys: bool = False
     verifies_loads: bool = False
     state_folder: Path | None = None
 
@@ -175,6 +181,11 @@ class Store(Protocol):
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has it, ``[N]`` bool."""
+
+    def may_have_any(self, keys: bytes) -> bool:
+        """Return False if the store is known to have none of the keys; must neither do I/O nor
+        raise. The default returns True."""
+        return True
 
     async def lookup_prefix(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each of consecutive blocks of a prompt whether the store has it, ``[N]`` bool.
@@ -236,6 +247,20 @@ class Store(Protocol):
             StoreError: the medium cannot list its objects, or cannot be reached.
         """
         raise StoreError(f"{self.url} cannot list its objects")
+
+    def follow_keys(self) -> AsyncGenerator[bytes | None]:
+        """Yield the keys of all stored objects of all groups, in batches; then None; and then the
+        keys that any process saves, soon after each save, until the generator is closed.
+
+        Keys that are removed, and keys that are not stored, may be yielded, too. When a later save
+        may have been missed, the generator must raise within 5 s.
+
+        The default raises: see ``follows_keys``.
+
+        Raises:
+            StoreError: the medium cannot be reached, or does not report saves.
+        """
+        raise StoreError(f"{self.url} does not report saves")
 
     async def purge(self, label: bytes) -> int:
         """Remove all objects of all groups whose keys end with ``label``; return their number.

@@ -25,6 +25,7 @@ from aiokv.stores.base import KEY_BYTES, Result, selected
 from aiokv.stores.breaker import Breaker
 from aiokv.stores.cost import Cost
 from aiokv.stores.guard_statistics import GuardCounts
+from aiokv.stores.missing import MAX_KEYS, MissingKeys
 from aiokv.stores.opening import Opening
 from aiokv.stores.options import without_user
 from aiokv.stores.slots import Slots
@@ -47,6 +48,7 @@ log = Log(__name__)
 
 PART_BYTES: Final = 256 << 20  # per operation, and so per deadline
 CLOSE_SECONDS: Final = 10.0  # for operations in flight to end
+FOLLOW_PAUSE_SECONDS: Final = 30.0  # before the keys of a store are listed again after an error
 
 
 class StoreResults(NamedTuple):
@@ -100,19 +102,22 @@ class _Ended(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Durations of the operations of one store, and its write budget, for all groups.
+    """Durations of the operations of one store, its write budget, and what it is known not to have,
+    for all groups.
 
     Attributes:
         lookup: cost of lookups.
         load: cost of loads, verification included.
         save: cost of saves that have written blocks.
         writes: the write budget; None without limits.
+        missing: keys that the store is known not to have.
     """
 
     lookup: Cost
     load: Cost
     save: Cost
     writes: WriteBudget | None
+    missing: MissingKeys
 
     @classmethod
     def new(cls, use: StoreUse) -> Costs:
@@ -120,7 +125,8 @@ class Costs(NamedTuple):
         folder = use.store.state_folder
         path = None if folder is None else folder / "admission"
         limits = use.write_limits()
-        return cls(Cost(), Cost(), Cost(), WriteBudget(limits, path) if limits else None)
+        writes = WriteBudget(limits, path) if limits else None
+        return cls(Cost(), Cost(), Cost(), writes, MissingKeys(use.missing_seconds))
 
 
 class GuardedLookup:
@@ -278,6 +284,8 @@ class StoreGuard:
         self._object_bytes = memory.pitch_bytes
         self.is_open = True
         log.info("store.opened", url=self._url, group=self._group)
+        if self._store.follows_keys and self.use.read and self._group == ATTENTION:
+            self._spawn(self._follow())
 
     async def aclose(self) -> bool:
         """Cancel operations in flight, and close the store. Idempotent.
@@ -361,7 +369,8 @@ class StoreGuard:
         num_keys = len(keys) // KEY_BYTES
         self._counts.lookups += 1
         self._counts.lookup_keys += num_keys
-        began = _now()
+        began, missing = _now(), self.costs.missing
+        num_stored = missing.num_stored
         call = partial(lookup, keys)
         ended, _ = await self._run(
             "lookup", call, self._lookup_slots, self._reads, limit, Priority.DEMAND
@@ -374,8 +383,37 @@ class StoreGuard:
             return None
         self._reads.succeed("lookup")
         self.costs.lookup.note_latency(_now() - began, _now())
-        self._counts.found_keys += int(np.count_nonzero(found))
+        num_found = int(np.count_nonzero(found))
+        self._counts.found_keys += num_found
+        if num_found < num_keys and missing.num_stored == num_stored:
+            # Keys behind the first one may be missing in the answer only; see Store.lookup_prefix.
+            first = int(found.argmin()) * KEY_BYTES
+            missing.note_missing(keys[first : first + KEY_BYTES], _now())
         return found
+
+    def may_have_any(self, keys: bytes) -> bool:
+        """Return False if the store is known to have none of the keys, without a lookup."""
+        if self.is_open and not self._store.may_have_any(keys):
+            return False
+        return self.costs.missing.may_have_any(keys, _now())
+
+    def note_spared_lookup(self) -> None:
+        """Count a lookup that was not made, because ``may_have_any`` was False."""
+        self._counts.spared_lookups += 1
+
+    async def _follow(self) -> None:
+        """Keep a filter of the keys of the store, of all groups, while it is open."""
+        is_logged = False
+        while True:
+            try:
+                if not await self.costs.missing.follow(self._store.follow_keys()):
+                    log.warning("store.too_many_keys", url=self._url, limit=MAX_KEYS)
+                    return
+            except Exception as error:
+                if not is_logged:
+                    log.info("store.not_followed", url=self._url, reason=_text(error))
+                is_logged = True
+                await asyncio.sleep(FOLLOW_PAUSE_SECONDS)
 
     async def load(
         self,
@@ -424,6 +462,8 @@ class StoreGuard:
         if follows is None:
             follows = np.zeros(len(blocks), np.bool_)
         reply = await self._move(self._saving, keys, blocks, Priority.BACKUP, accesses, follows)
+        is_stored = np.isin(reply.results, (Result.DONE, Result.PRESENT))
+        self.costs.missing.note_stored(selected(keys, is_stored))
         if self.costs.writes is not None and reply.overdue is None:
             unwritten = int(np.count_nonzero(reply.results != Result.DONE))
             self.costs.writes.refund(unwritten * self._object_bytes)
@@ -725,6 +765,7 @@ class StoreGuard:
             saved_bytes=counts.saved_blocks * self._payload_bytes,
             running=len(self._running),
             overdue=len(self._overdue),
+            filter_keys=self.costs.missing.filter_keys,
             write_budget_left=1.0 if self.costs.writes is None else self.costs.writes.left,
             lookup_seconds=self.costs.lookup.latency_seconds,
             load_seconds=self.costs.load.latency_seconds,

@@ -21,6 +21,7 @@ class GuardCounts:
 
     def __init__(self) -> None:
         self.lookups = 0
+        self.spared_lookups = 0
         self.lookup_keys = 0
         self.found_keys = 0
         self.loaded_blocks = 0

@@ -100,6 +100,10 @@ class StorePools:
         ends = [stores.close_without_loop() for stores in self._sets.values()]
         return all(ends)
 
+    def may_have(self, digest: bytes) -> bool:
+        """Return False if no store has a block; see ``StoreSet.may_have``."""
+        return self._sets[ATTENTION].may_have(digest)
+
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have; see ``StoreSet.lookup``."""
         return await self._sets[ATTENTION].lookup(digests)

@@ -72,6 +72,7 @@ class S3Store(Store):
     max_lookup_keys: int = _LOOKUP_KEYS
     lookup_deadline_seconds: float = 1.0
     finds_prefixes: bool = True
+    remember_missing_seconds: float = 5.0
 
     def __init__(
         self,

@@ -191,6 +191,19 @@ class StoreSet:
 
     # --- operations -------------------------------------------------------------------------------
 
+    def may_have(self, digest: bytes) -> bool:
+        """Return False if all stores that are read are known not to have a block; a lookup of a
+        prompt that begins with the block is then not needed."""
+        if self._proof is None:
+            return False
+        key = derive_keys(self._fingerprint, digest)
+        guards = [guard for guard in self._guards if guard.use.read]
+        if any(guard.may_have_any(key) for guard in guards):
+            return True
+        for guard in guards:
+            guard.note_spared_lookup()
+        return False
+
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have, and how long fetching them takes.
 
@@ -208,6 +221,8 @@ class StoreSet:
             return NOTHING
         readable = [i for i, guard in enumerate(self._guards) if guard.admits_read()]
         if not readable:
+            return NOTHING
+        if not self.may_have(digests[:KEY_BYTES]):
             return NOTHING
         keys = derive_keys(self._fingerprint, digests)
         found = await self._ask(readable, keys, is_prefix=True)
@@ -255,14 +270,33 @@ class StoreSet:
         readable = [i for i in readable if i not in by_prefix]
         widths = {i: max(self._guards[i].use.store.max_lookup_keys, 0) for i in readable}
         found = np.zeros((len(self._guards), len(keys) // KEY_BYTES), np.bool_)
-        at_once = {i: self._guards[i].begin_lookup() for i in readable if not widths[i]}
-        await self._ask_round(at_once, keys, found)
-        if in_rounds := [i for i in readable if widths[i]]:
+        at_once = [i for i in readable if not widths[i]]
+        remote = [i for i in at_once if self._guards[i].use.missing_seconds]
+        for stores in ([i for i in at_once if i not in remote], remote):
+            asked = self._useful(stores, keys, found, is_prefix=is_prefix)
+            await self._ask_round({i: self._guards[i].begin_lookup() for i in asked}, keys, found)
+        in_rounds = [i for i in readable if widths[i]]
+        if in_rounds := self._useful(in_rounds, keys, found, is_prefix=is_prefix):
             await self._ask_in_rounds(in_rounds, keys, found, widths, is_prefix=is_prefix)
+        by_prefix = self._useful(by_prefix, keys, found, is_prefix=True)
         if by_prefix and not self._on_time(found[: by_prefix[0]]).all():
             prefixes = {i: self._guards[i].begin_lookup(of_prefix=True) for i in by_prefix}
             await self._ask_round(prefixes, keys, found)
         return found
+
+    def _useful(
+        self, stores: list[int], keys: bytes, found: NDArray[np.bool_], *, is_prefix: bool
+    ) -> list[int]:
+        """Return the stores that may have a key that the stores asked so far lack: the first such
+        key of a prefix, or any of them. Without such a key, return all: they may be quicker."""
+        lacking = np.flatnonzero(~self._on_time(found))
+        if not len(lacking):
+            return stores
+        wanted = selected(keys, lacking[:1] if is_prefix else lacking)
+        useful = [i for i in stores if self._guards[i].may_have_any(wanted)]
+        for i in set(stores) - set(useful):
+            self._guards[i].note_spared_lookup()
+        return useful
 
     async def _ask_in_rounds(
         self,
@@ -304,14 +338,17 @@ class StoreSet:
     ) -> dict[int, GuardedLookup]:
         """Ask stores for keys at the same time, and note in ``found`` which of them they have.
 
-        Does not wait for the later stores when the first ones in order have all keys: the later
-        ones may have them, too. Stores that are late do not count as the first ones: blocks come
-        from the later ones, if these have them.
+        Neither asks the later stores nor waits for them when the first ones in order have all keys:
+        the later ones may have them, too. Stores that are late do not count as the first ones:
+        blocks come from the later ones, if these have them.
 
         Returns:
             The lookups that were answered.
         """
         answered: dict[int, GuardedLookup] = {}
+        if covered := [i for i in lookups if self._on_time(found[:i]).all()]:
+            found[covered] = True
+            lookups = {i: lookup for i, lookup in lookups.items() if i not in covered}
         if len(lookups) == 1:  # no task, so that an open breaker costs no pass of the loop
             ((store, lookup),) = lookups.items()
             if (answer := await lookup.ask(keys)) is not None:

@@ -3,8 +3,8 @@
 ``host:///run/aiokv/host.sock``, ``disk:/nvme/kv?bytes=400GiB``, ``redis://host:6379/0``,
 ``mooncake://host:50051``, ``s3://bucket/prefix``, ``directory:/mnt/shared/kv``. The options
 ``read``, ``save``, ``required``, ``deadline``, ``lookup_deadline``, ``retry``,
-``write_bytes_per_day`` and ``write_bytes_per_second`` (see :class:`StoreUse`) apply to all kinds;
-the other options are arguments of one kind.
+``remember_missing``, ``write_bytes_per_day`` and ``write_bytes_per_second`` (see :class:`StoreUse`)
+apply to all kinds; the other options are arguments of one kind.
 """
 
 from __future__ import annotations
@@ -54,10 +54,13 @@ _USE_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
     "deadline": _seconds,
     "lookup_deadline": _seconds,
     "retry": _seconds,
+    "remember_missing": _seconds,
     "write_bytes_per_day": parse_bytes,
     "write_bytes_per_second": parse_bytes,
 }
-_FIELDS: Final = {name: f"{name}_seconds" for name in ("deadline", "lookup_deadline", "retry")}
+_FIELDS: Final = {
+    name: f"{name}_seconds" for name in ("deadline", "lookup_deadline", "retry", "remember_missing")
+}
 
 
 def stores_from(stores: Sequence[Store | StoreUse | str]) -> list[StoreUse]:

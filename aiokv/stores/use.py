@@ -14,6 +14,7 @@ RETRY_SECONDS: Final = 10.0
 _METHODS: Final = (
     "open",
     "lookup",
+    "may_have_any",
     "lookup_prefix",
     "load",
     "save",
@@ -44,6 +45,10 @@ class StoreUse:
             A batch of more than 256 MiB is moved in parts, each with this deadline.
         lookup_deadline_seconds: limit of one lookup, with all of its calls of the store; None for
             that of the kind of store: 1 s for S3, 0.5 s for a directory, otherwise 0.25 s.
+        remember_missing_seconds: time for which a block counts as missing without another lookup
+            after the store has answered that it does not have it, unless this engine saves it. A
+            block that another engine saves meanwhile is computed. 0 for never; None for that of the
+            kind of store: 5 s for Redis, Mooncake and S3, otherwise 0.
         retry_seconds: longest pause between two probes of a store that is unavailable, or between
             two attempts to open it. When the store works again, it is used at the latest after this
             pause, with the first request that asks for its blocks.
@@ -66,6 +71,7 @@ class StoreUse:
     save: bool = True
     deadline_seconds: float = 5.0
     lookup_deadline_seconds: float | None = None
+    remember_missing_seconds: float | None = None
     retry_seconds: float = RETRY_SECONDS
     required: bool = False
     write_bytes_per_day: int | str | None = None
@@ -83,6 +89,8 @@ class StoreUse:
         checks.flag("required", self.required, ConfigError)
         checks.positive("deadline_seconds", self.deadline_seconds, ConfigError)
         checks.positive("lookup_deadline_seconds", self.lookup_seconds, ConfigError)
+        name = "remember_missing_seconds"
+        checks.seconds(name, self.missing_seconds, error=ConfigError, minimum=0.0, maximum=3600.0)
         checks.positive("retry_seconds", self.retry_seconds, ConfigError)
         if not self.read and not self.save:
             raise ConfigError(f"store {self.store.url}: read and save are both False")
@@ -107,3 +115,11 @@ class StoreUse:
         if self.lookup_deadline_seconds is None:
             return self.store.lookup_deadline_seconds
         return self.lookup_deadline_seconds
+
+    @property
+    def missing_seconds(self) -> float:
+        """Time for which answers are remembered: ``remember_missing_seconds``, or the default of
+        the store."""
+        if self.remember_missing_seconds is None:
+            return self.store.remember_missing_seconds
+        return self.remember_missing_seconds

@@ -214,6 +214,10 @@ class Steps(Protocol):
 class StoreLookups(Protocol):
     """Questions to the stores of a worker; a worker without stores finds nothing."""
 
+    def may_have(self, digest: bytes) -> bool:
+        """Return False if all stores are known not to have a block of full attention, without a
+        lookup, which then would find nothing."""
+
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have, and how long fetching them takes.
 

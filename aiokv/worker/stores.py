@@ -79,6 +79,10 @@ class WorkerStores:
         await self._stores.open(self._memory.store_memories, self._fingerprint)
         self._answers = True
 
+    def may_have(self, digest: bytes) -> bool:
+        """Return False if no store has a block; see :meth:`StoreSet.may_have`."""
+        return self._answers and self._stores.may_have(digest)
+
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores for blocks; see :meth:`StoreSet.lookup`."""
         return await self._stores.lookup(digests) if self._answers else NOTHING

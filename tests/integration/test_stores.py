@@ -244,9 +244,8 @@ def parts_of_two_blocks(monkeypatch):
     """Let a lookup ask for two blocks at most."""
     whole = CacheReader.missing
 
-    def part(read: CacheReader, lease_id: int) -> tuple[int, bytes]:
-        first, digests = whole(read, lease_id)
-        return first, digests[: 2 * KEY_BYTES]
+    def part(read: CacheReader, lease_id: int, blocks: int = 2) -> tuple[int, bytes]:
+        return whole(read, lease_id, blocks)
 
     monkeypatch.setattr(CacheReader, "missing", part)
 
@@ -260,6 +259,21 @@ async def test_long_prompt_is_fetched_part_by_part(stored, parts):
         assert lease.cached_tokens == stored * BLOCK_TOKENS
         lease.release()
         assert (c.statistics.fetches, c.statistics.attention.fetched_blocks) == (parts, stored)
+
+
+async def test_request_whose_prompt_no_store_has_does_not_wait():
+    store = ScriptedStore()
+    store.remember_missing_seconds = 5.0
+    async with cache(store) as c:
+        for num_lookups in (1, 1):
+            async with c.engine.match(A) as lease:
+                await lease.allocate(len(A), wait_store=math.inf)
+            assert store.calls["lookup"] == num_lookups
+        async with c.engine.match(A) as lease:
+            granted = lease.allocate(len(A), wait_store=math.inf)
+            with pytest.raises(StopIteration):  # not suspended
+                granted.send(None)
+        assert c.engine.statistics().stores[0].spared_lookups == 2
 
 
 async def test_two_leases_share_one_fetch():

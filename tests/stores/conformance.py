@@ -133,6 +133,7 @@ class StoreConformance:
             blocks.fill(0xEE)
             found = await store.lookup(keys)
             results = await store.load(keys, np.arange(8, 16, dtype=np.int32))
+            assert store.may_have_any(keys)
         assert (found.dtype, found.tolist()) == (np.dtype(np.bool_), [True] * 8)
         assert (results.dtype, results.tolist()) == (np.dtype(np.uint8), [DONE] * 8)
         assert [blocks.read(block) for block in range(8, 16)] == expected

@@ -234,6 +234,7 @@ async def test_least_recently_used_blocks_are_evicted(tmp_path: Path) -> None:
         await save(store, blocks, range(8))
         assert await load(store, blocks, [0, 2]) == [0, 2]
         assert await save(store, blocks, range(8, 12)) == [DONE] * 4
+        assert [store.may_have_any(key_of(n)) for n in (0, 1)] == [True, False]
         assert await load(store, blocks, range(12)) == [0, 2, 6, 7, 8, 9, 10, 11]
         statistics = store.statistics()
         assert (statistics.blocks, statistics.evicted_blocks) == (8, 4)

@@ -10,16 +10,17 @@ import pytest
 
 from aiokv.base.plan import FETCH, SAVE, TransferPlan, id_bytes
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores import StoreUse
+from aiokv.stores import StoreUse, missing
 from aiokv.stores.base import Result, split_keys
 from aiokv.stores.cost import LATE_SECONDS
+from aiokv.stores.guard import FOLLOW_PAUSE_SECONDS
 from aiokv.stores.proof import derive_keys
 from aiokv.stores.store_set import StoreSet
 from aiokv.testing import ScriptedStore, running_clock, spin
 from tests.unit.store_memory import Arena, digests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import AsyncGenerator, Iterable
 
     from aiokv.stores.store_set import Fetched, Saved
 
@@ -504,3 +505,157 @@ async def test_no_stores_or_blocks_cost_nothing():
         assert await s.lookup() == 0
         assert s.stores[0].calls["lookup"] == 0
         assert np.array_equal((await s.set.lookup(b"")).seconds, [])
+
+
+# --- keys that a store is known not to have -------------------------------------------------------
+
+
+class FollowedStore(ScriptedStore):
+    """A store that a test tells which keys it reports; an exception ends the reports."""
+
+    follows_keys = True
+
+    def __init__(self, name: str = "memory") -> None:
+        super().__init__(name)
+        self.reports: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self.num_followed = 0
+
+    async def follow_keys(self) -> AsyncGenerator[bytes | None]:
+        self.num_followed += 1
+        while not isinstance(report := await self.reports.get(), Exception):
+            yield report
+        raise report
+
+    async def report(self, *reports: bytes | Exception | None) -> None:
+        for report in reports:
+            self.reports.put_nowait(report)
+        await spin()
+
+
+def keys(*numbers: int) -> bytes:
+    return derive_keys(FINGERPRINT, digests(numbers))
+
+
+async def test_prompt_that_a_store_does_not_have_is_looked_up_once_in_seconds():
+    store = await put(ScriptedStore(), [1])
+    async with Stores(StoreUse(store, remember_missing_seconds=5.0)) as s:
+        assert await s.lookup(1, 2, 3) == 1
+        for _ in range(3):
+            assert await s.lookup(2, 3) == 0
+            assert (await s.set.find(digests([2]))).seconds.tolist() == [np.inf]
+        assert await s.lookup(1, 2) == 1  # block 1 may be stored
+        assert (store.calls["lookup"], s.set.statistics()[0].spared_lookups) == (2, 6)
+        store.calls["lookup"] = 0
+        await put(ScriptedStore(objects=store.objects), [2])  # as another engine
+        await running_clock().advance(4.9)
+        assert await s.lookup(2) == 0
+        await running_clock().advance(0.2)
+        assert await s.lookup(2) == 1
+        assert store.calls["lookup"] == 1
+
+
+async def test_block_that_this_engine_has_saved_is_found_at_once():
+    store = ScriptedStore()
+    async with Stores(StoreUse(store, remember_missing_seconds=5.0)) as s:
+        assert await s.lookup(1, 2) == 0
+        await s.save(1)
+        assert await s.lookup(1, 2) == 1
+        held = store.hold("lookup", call=2)
+        store.answer("lookup", call=2, results=[0])  # of before the save
+        call = asyncio.create_task(s.lookup(3))
+        await spin()
+        await s.save(3)
+        held.open()
+        assert await call == 0
+        assert await s.lookup(3) == 1
+
+
+@pytest.mark.parametrize("fault", ["error", "deadline"])
+async def test_lookup_without_an_answer_is_not_remembered(fault):
+    store = await put(ScriptedStore(), [1])
+    async with Stores(StoreUse(store, remember_missing_seconds=5.0)) as s:
+        if fault == "error":
+            store.fail("lookup", call=0)
+        else:
+            store.delay("lookup", call=0, seconds=1.0)
+        call = asyncio.create_task(s.lookup(1))
+        await running_clock().advance(0.3)
+        assert await call == 0
+        assert await s.lookup(1) == 1
+
+
+async def test_remote_store_is_asked_only_for_what_the_local_one_lacks():
+    local = await put(ScriptedStore("disk"), [1, 2, 3])
+    remote = FollowedStore("remote")
+    await put(remote, [1, 4])
+    async with Stores(local, StoreUse(remote, remember_missing_seconds=5.0)) as s:
+        await remote.report(keys(1, 4), None)
+        assert await s.lookup(1, 2, 3, 5, 4) == 3
+        assert await s.lookup(1, 2) == 2
+        assert remote.calls["lookup"] == 0
+        local.fail("load", call=0)
+        assert (await s.fetch(1)).blocks == 1  # the remote store may have it, too
+        assert await s.lookup(1, 2, 3, 4, 5) == 4
+        assert remote.calls["lookup"] == 1
+        assert (await s.fetch(1, 2, 3, 4)).blocks == 4
+
+
+async def test_filter_of_a_followed_store_spares_lookups_of_prompts_that_it_never_had():
+    store = FollowedStore()
+    await put(store, [1, 2])
+    async with Stores(store) as s:
+        assert await s.lookup(3) == 0  # the list is not complete: the store is asked
+        await store.report(keys(1), keys(2))
+        assert await s.lookup(4) == 0
+        assert store.calls["lookup"] == 2
+        await store.report(None)
+        assert [await s.lookup(n, 9) for n in (1, 2, 3, 4)] == [1, 1, 0, 0]
+        assert (store.calls["lookup"], s.set.statistics()[0].filter_keys) == (4, 2)
+        await put(ScriptedStore(objects=store.objects), [3])
+        await store.report(keys(3))  # another engine has saved it
+        assert await s.lookup(3) == 1
+        await s.save(4)  # not reported yet
+        assert await s.lookup(4) == 1
+
+
+async def test_store_whose_reports_end_is_asked_until_it_is_listed_again(caplog):
+    caplog.set_level("INFO")
+    store = FollowedStore()
+    async with Stores(store) as s:
+        await store.report(None)
+        await put(ScriptedStore(objects=store.objects), [1])
+        assert await s.lookup(1) == 0
+        await store.report(StoreError("lost"))
+        assert await s.lookup(1) == 1
+        assert s.set.statistics()[0].filter_keys == 0
+        await running_clock().advance(FOLLOW_PAUSE_SECONDS + 0.1)
+        assert store.num_followed == 2
+        await store.report(keys(1), None)
+        assert [await s.lookup(1), await s.lookup(2)] == [1, 0]
+        assert store.calls["lookup"] == 2
+    assert [r.message.partition(" ")[0] for r in caplog.records].count("store.not_followed") == 1
+
+
+async def test_store_is_listed_again_when_most_keys_of_the_filter_may_have_been_removed(
+    monkeypatch,
+):
+    monkeypatch.setattr(missing, "FIRST_LAYER_KEYS", 8)
+    store = FollowedStore()
+    async with Stores(store) as s:
+        await store.report(keys(*range(10)), None, keys(*range(10, 28)))
+        assert (store.num_followed, s.set.statistics()[0].filter_keys) == (1, 28)
+        await store.report(keys(28))
+        assert (store.num_followed, s.set.statistics()[0].filter_keys) == (2, 0)
+
+
+async def test_store_with_too_many_keys_has_no_filter(monkeypatch, caplog):
+    monkeypatch.setattr(missing, "FIRST_LAYER_KEYS", 8)
+    monkeypatch.setattr(missing, "MAX_LAYERS", 1)
+    store = FollowedStore()
+    async with Stores(store) as s:
+        await store.report(keys(*range(9)), None)
+        await running_clock().advance(2 * FOLLOW_PAUSE_SECONDS)
+        assert (store.num_followed, s.set.statistics()[0].filter_keys) == (1, 0)
+        assert await s.lookup(30) == 0
+        assert store.calls["lookup"] == 1
+    assert any(r.message.startswith("store.too_many_keys") for r in caplog.records)

@@ -163,6 +163,10 @@ class DiskStore(Store):
                 hint="check that the disk is mounted, works, has space and can be written",
             ) from error
 
+    def may_have_any(self, keys: bytes) -> bool:
+        """Return True if any key is stored; see :class:`Store`."""
+        return bool(self._opened().table.contains(keys, *self._save_times()).any())
+
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether it is stored; see :class:`Store`. Does not suspend."""
         return self._opened().table.contains(keys, *self._save_times())

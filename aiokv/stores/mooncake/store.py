@@ -60,6 +60,7 @@ class MooncakeStore(Store):
     """
 
     kind: str = "mooncake"
+    remember_missing_seconds: float = 5.0
 
     def __init__(
         self,

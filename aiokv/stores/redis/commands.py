@@ -34,6 +34,11 @@ WINDOW_BYTES: Final = 256 << 10
 WINDOW_KEYS: Final = 256
 
 SCANNED_KEYS: Final = 1_000  # per request; the server does nothing else meanwhile
+# A server that is followed is asked for a sign of life after the first time without a message, and
+# given up after the second.
+PING_SECONDS: Final = 2.0
+SILENT_SECONDS: Final = 2.0
+_CHANNEL: Final = b"__redis__:invalidate"
 _ASKING: Final = encode(b"ASKING")
 
 
@@ -159,6 +164,36 @@ def scan(connection: RedisConnection, cursor: bytes, pattern: bytes) -> tuple[by
     if not isinstance(following, bytes) or not isinstance(names, list):
         raise StoreError(f"redis store: the server replied {reply!r} to SCAN")
     return following, [name for name in names if isinstance(name, bytes)]
+
+
+def follow(
+    connection: RedisConnection, prefix: bytes, deliver: Callable[[list[bytes]], object]
+) -> None:
+    """Deliver the names with a prefix that any client sets or that are removed, until the
+    connection ends: an empty list first, when all later changes will be delivered.
+
+    Uses the server's invalidation messages for caches of clients, in broadcasting mode.
+
+    Raises:
+        StoreError: the server refuses a command.
+        OSError: the connection has ended, or the server has not replied for ``SILENT_SECONDS``.
+    """
+    connection.limit(SILENT_SECONDS)
+    number = connection.request(b"CLIENT", b"ID")
+    redirected = (b"REDIRECT", b"%d" % number if isinstance(number, int) else b"")
+    for request in (
+        (b"CLIENT", b"TRACKING", b"ON", *redirected, b"BCAST", b"PREFIX", prefix),
+        (b"SUBSCRIBE", _CHANNEL),
+    ):
+        if isinstance(reply := connection.request(*request), ReplyError):
+            raise StoreError(f"redis store: the server replied {reply.text!r} to {request[0]!r}")
+    deliver([])
+    while True:
+        if not connection.has_bytes_within(PING_SECONDS):
+            connection.send([encode(b"PING")])
+        match connection.read_reply():
+            case [b"message", _, list(names)]:
+                deliver([name for name in names if isinstance(name, bytes)])
 
 
 def escaped(text: bytes) -> bytes:

@@ -11,6 +11,7 @@ The protocol is RESP2, which every version of Valkey and Redis speaks.
 
 from __future__ import annotations
 
+import select
 import socket
 from ssl import SSLWantReadError
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
@@ -136,6 +137,19 @@ class RedisConnection:
         except OSError:
             return False
         return False
+
+    def has_bytes_within(self, seconds: float) -> bool:
+        """Return True as soon as there are bytes to read, or the connection has ended; False after
+        ``seconds``."""
+        if self._begin != self._end or (self._tls is not None and self._tls.pending()):
+            return True
+        polled = select.poll()
+        polled.register(self._socket, select.POLLIN)
+        return bool(polled.poll(1000 * seconds))
+
+    def limit(self, seconds: float) -> None:
+        """Raise ``TimeoutError`` from now on when a part of a reply does not arrive in time."""
+        self._socket.settimeout(seconds)
 
     # --- requests ---------------------------------------------------------------------------------
 

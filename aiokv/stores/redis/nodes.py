@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from aiokv.errors import StoreError
 from aiokv.stores.base import Result
-from aiokv.stores.redis.commands import scan
+from aiokv.stores.redis.commands import follow, scan
 from aiokv.stores.redis.connection import ReplyError
 from aiokv.stores.redis.options import Address
 from aiokv.stores.redis.pool import ConnectionPool
@@ -58,6 +58,7 @@ class Nodes:
         self._connect_seconds = connect_seconds
         self._values = ConnectionPool(server, executor, connections, connect_seconds)
         self._small = ConnectionPool(server, executor, SMALL_CONNECTIONS, connect_seconds)
+        self._followed = ConnectionPool(server, executor, 1, connect_seconds)
         self._slots: SlotMap | None = None
         self._is_stale = True
         self._refreshing = asyncio.Lock()
@@ -68,7 +69,7 @@ class Nodes:
     @property
     def connections_opened(self) -> int:
         """Number of connections opened so far."""
-        return self._values.opened + self._small.opened
+        return self._values.opened + self._small.opened + self._followed.opened
 
     def close_idle(self) -> None:
         """Close all connections; there must be no calls in flight."""
@@ -115,6 +116,24 @@ class Nodes:
                     yield list(dict.fromkeys(names))
                 if cursor == b"0":
                     break
+
+    async def follow(self, prefix: bytes, deliver: Callable[[list[bytes]], object]) -> None:
+        """Deliver the names that change on the server; see ``commands.follow``.
+
+        Raises:
+            StoreError: the connection was lost, the server refuses a command, or it is part of a
+                cluster.
+        """
+        slots = await self._known_slots()
+        if slots.is_cluster:  # whose slots may move to other nodes
+            raise StoreError("redis store: the changes of a cluster are not followed")
+        loop = asyncio.get_running_loop()
+
+        def pass_on(names: list[bytes]) -> None:
+            loop.call_soon_threadsafe(deliver, names)
+
+        job = partial(follow, prefix=prefix, deliver=pass_on)
+        await self._followed.run(slots.masters[0], job)
 
     async def _parts(self, items: Sequence[BatchKey]) -> list[tuple[Address, list[BatchKey]]]:
         """Return the items by node, in parts that run at the same time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,13 +24,14 @@ from aiokv.stores.redis.options import parse_server, split_url, without_secrets
 from aiokv.stores.redis.pool import until_ended
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from numpy.typing import NDArray
 
     from aiokv.stores.redis.nodes import Job
 
 _MAX_THREADS: Final = 256
+_KEY_TEXT: Final = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 _NO_BLOCK: Final = memoryview(b"")
 
 _URL_OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
@@ -49,7 +51,7 @@ class RedisStore(Store):
     needs redis-py (``pip install 'aiokv[redis]'``) to read the URL and the TLS options and to
     compute the slots of a cluster; values do not pass through redis-py.
 
-    **Sockets.** The store listens on no port. It opens up to ``connections`` + 2 TCP connections
+    **Sockets.** The store listens on no port. It opens up to ``connections`` + 3 TCP connections
     to each master, each when it is first needed, and keeps them. One thread at a time uses a
     socket: it reads values into host blocks and sends values from host blocks. The event loop
     moves no payload. The store asks the server for the slots of a cluster, follows redirections
@@ -58,7 +60,9 @@ class RedisStore(Store):
     **Authentication.** With a password, the store sends ``AUTH``, with the user name if there is
     one. An ACL user needs ``~aiokv:* +get +set +strlen +unlink``; with ``ttl_seconds`` also
     ``+getex +expire``, with a database ``+select``, and in a cluster ``+asking +cluster|slots``.
-    Purges need ``+scan``.
+    Purges need ``+scan``. To know without a lookup which blocks the server does not have, the
+    engine lists the keys once and then follows their changes (``CLIENT TRACKING``; not in a
+    cluster): ``+scan +client|id +client|tracking +subscribe &__redis__:invalidate``.
     With ``redis://``, the password and the blocks travel as plain text: use ``rediss://`` on a
     network that others can read. No message and no statistics contain the password. A client that
     may write to the server can replace blocks: the checksum of a block detects errors, but it is
@@ -98,6 +102,8 @@ class RedisStore(Store):
     """
 
     kind = "redis"
+    remember_missing_seconds = 5.0
+    follows_keys = True
 
     def __init__(
         self,
@@ -230,7 +236,40 @@ class RedisStore(Store):
         digits = 2 * (KEY_BYTES - len(label))
         pattern = commands.escaped(self._prefix) + b"[0-9a-f]" * digits + label.hex().encode()
         async for names in self._nodes.scan(pattern):
-            yield bytes.fromhex(b"".join(name[len(self._prefix) :] for name in names).decode())
+            yield self._keys_of(names)
+
+    async def follow_keys(self) -> AsyncGenerator[bytes | None]:
+        """Yield all keys, and then those that are saved; see :class:`Store`.
+
+        Raises:
+            StoreError: the server cannot be reached, refuses a command, or is part of a cluster.
+        """
+        if self._is_closed or self._nodes is None:
+            raise StoreError(f"{self.url} is {'closed' if self._is_closed else 'not open'}")
+        changes: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
+        following = asyncio.create_task(self._nodes.follow(self._prefix, changes.put_nowait))
+        self._running.add(following)
+        following.add_done_callback(lambda _: changes.put_nowait(None))  # behind all changes
+        following.add_done_callback(self._running.discard)
+        try:
+            is_listed = False
+            while (names := await changes.get()) is not None:
+                yield self._keys_of(names)
+                if not is_listed:
+                    async for keys in self.stored_keys():
+                        yield keys
+                    is_listed = True
+                    yield None
+            await following
+        finally:
+            following.cancel()
+            await asyncio.wait({following})
+
+    def _keys_of(self, names: list[bytes]) -> bytes:
+        """Return the keys of the names that name objects."""
+        start = len(self._prefix)
+        texts = [name[start:] for name in names]
+        return bytes.fromhex(b"".join(text for text in texts if _KEY_TEXT.fullmatch(text)).decode())
 
     def statistics(self) -> StoreStatistics:
         """Return counters since ``open``; size and capacity are known only to the server.

@@ -241,7 +241,9 @@ class Core {
     const WindowGroup& window_group(std::size_t group) const { return windows_.group(group); }
 
     // -- stores: nothing without CoreConfig::stores
-    Missing missing(LeaseId id) { return fetches_.missing(leases_.at(id)); }
+    Missing missing(LeaseId id, std::size_t blocks = Fetches::kMostMissing) {
+        return fetches_.missing(leases_.at(id), blocks);
+    }
     TransferId begin_fetch(LeaseId id, std::size_t blocks, TransferId replaced = 0) {
         return fetches_.begin(leases_.at(id), blocks, replaced);
     }

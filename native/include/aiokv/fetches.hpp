@@ -65,9 +65,9 @@ class Fetches {
     static constexpr std::size_t kMostMissing = 2048;
     static constexpr std::size_t kMostMissingTokens = 16 * kMostMissing;
 
-    // Returns the first blocks of a matched lease that no tier has; none without stores. Call again
-    // for the following blocks when the returned ones are cached.
-    Missing missing(Lease& lease);
+    // Returns the first `blocks` blocks of a matched lease that no tier has, or fewer; none without
+    // stores. Call again for the following blocks when the returned ones are cached.
+    Missing missing(Lease& lease, std::size_t blocks = kMostMissing);
     // Describes at most kMostMissing blocks from block `hit + skip` on, cached or not.
     Boundaries boundaries(Lease& lease, std::size_t skip);
     // Begins to fetch the first `blocks` missing blocks or fewer, or returns the fetch in flight

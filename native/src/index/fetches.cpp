@@ -32,10 +32,10 @@ std::span<const Digest> Fetches::digests_of(Lease& lease, const Matching::Fronti
     return std::span(digests).subspan(cached.first - lease.first_digest, end - cached.first);
 }
 
-Missing Fetches::missing(Lease& lease) {
+Missing Fetches::missing(Lease& lease, std::size_t blocks) {
     if (!may_fetch(lease)) return {lease.path.size(), {}};
     const Matching::Frontier cached = matching_.frontier(lease);
-    return {cached.first, digests_of(lease, cached, cached.first + most())};
+    return {cached.first, digests_of(lease, cached, cached.first + std::min(blocks, most()))};
 }
 
 Boundaries Fetches::boundaries(Lease& lease, std::size_t skip) {

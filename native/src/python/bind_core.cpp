@@ -176,8 +176,8 @@ nb::bytes byte_flags(std::span<const std::uint8_t> flags) {
     return nb::bytes(flags.data(), flags.size());
 }
 
-MissingTuple missing(Core& core, LeaseId id) {
-    const Missing found = core.missing(id);
+MissingTuple missing(Core& core, LeaseId id, std::size_t blocks) {
+    const Missing found = core.missing(id, blocks);
     return nb::make_tuple(found.first_block, digest_bytes(found.digests));
 }
 
@@ -725,8 +725,9 @@ void bind_core(nb::module_& m) {
              "room or computes the blocks, other context, (position, token, known token)).")
         .def("group_hit", &group_hit, "lease"_a, "group"_a,
              "(device_blocks, host_blocks) of the last grant in a group; group -1: state.")
-        .def("missing", &missing, "lease"_a,
-             "(first block, digests) of the blocks behind the cached ones that stores may have.")
+        .def("missing", &missing, "lease"_a, "blocks"_a = Fetches::kMostMissing,
+             "(first block, digests) of the first blocks behind the cached ones that stores may "
+             "have.")
         .def("begin_fetch", &Core::begin_fetch, "lease"_a, "blocks"_a, "replaced"_a = 0,
              "Begin to fetch missing blocks, or join the fetch that brings the first, unless it is "
              "`replaced`; 0: none.")
