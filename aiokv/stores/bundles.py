@@ -14,12 +14,12 @@ The bundle of a single block is its object alone.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiokv.stores.base import KEY_BYTES, split_keys
+from aiokv.stores.checksum import CHECKSUM_BYTES, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +33,7 @@ _LONGEST: Final = 2  # times the mean
 _REMEMBERED_BLOCKS: Final = 1 << 16
 _HEAD: Final = struct.Struct("<16sQQ")  # format, blocks, bytes of an object
 _FORMAT: Final = b"aiokv bundle 1\0\0"
-_CHECKSUM_BYTES: Final = 16
-MAX_HEADER_BYTES: Final = _HEAD.size + _LONGEST * _MEAN_BLOCKS * KEY_BYTES + _CHECKSUM_BYTES
+MAX_HEADER_BYTES: Final = _HEAD.size + _LONGEST * _MEAN_BLOCKS * KEY_BYTES + CHECKSUM_BYTES
 
 
 class Bundle(NamedTuple):
@@ -49,7 +48,7 @@ class Bundle(NamedTuple):
         if len(self.keys) == 1:
             return b""
         head = _HEAD.pack(_FORMAT, len(self.keys), self.object_bytes) + b"".join(self.keys)
-        return head + _checksum(head)
+        return head + checksum(head)
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +58,7 @@ class Bundle(NamedTuple):
     def offset(self, index: int) -> int:
         """Return the place of the object of a block."""
         count = len(self.keys)
-        head = 0 if count == 1 else _HEAD.size + count * KEY_BYTES + _CHECKSUM_BYTES
+        head = 0 if count == 1 else _HEAD.size + count * KEY_BYTES + CHECKSUM_BYTES
         return head + index * self.object_bytes
 
     @classmethod
@@ -79,14 +78,10 @@ class Bundle(NamedTuple):
             return alone
         _, count, object_bytes = _HEAD.unpack_from(head)
         end = _HEAD.size + count * KEY_BYTES
-        if _checksum(head[:end]) != head[end : end + _CHECKSUM_BYTES]:
+        if checksum(head[:end]) != head[end : end + CHECKSUM_BYTES]:
             return alone
         bundle = cls(split_keys(head[_HEAD.size : end]), object_bytes)
         return bundle if bundle.num_bytes == num_bytes and bundle.keys[0] == first else alone
-
-
-def _checksum(head: bytes) -> bytes:
-    return hashlib.blake2b(head, digest_size=_CHECKSUM_BYTES).digest()
 
 
 class Cuts:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import struct
 import time
@@ -24,6 +23,7 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.base.logs import Log
+from aiokv.stores.checksum import CHECKSUM_BYTES, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,6 @@ _DAY_SECONDS: Final = 86_400.0
 _KEPT_SHARE: Final = 1 / 8  # of a burst, that may be spent between two writes of the file
 _HEAD: Final = struct.Struct("<16sdd")  # format, Unix time, share of the burst that is left
 _FORMAT: Final = b"aiokv offers 1\0\0"
-_CHECKSUM_BYTES: Final = 16
 
 _log: Final = Log(__name__)
 
@@ -162,8 +161,8 @@ class WriteBudget:
     def _restore(self, kept: bytes) -> bool:
         for bucket in self._buckets:
             bucket.left = 0
-        body = kept[:-_CHECKSUM_BYTES]
-        if len(kept) < _HEAD.size or _checksum(body) != kept[-_CHECKSUM_BYTES:]:
+        body = kept[:-CHECKSUM_BYTES]
+        if len(kept) < _HEAD.size or checksum(body) != kept[-CHECKSUM_BYTES:]:
             return False
         name, written_at, left = _HEAD.unpack_from(body)
         if name != _FORMAT:
@@ -210,19 +209,20 @@ def _write(path: Path, head: bytes, counters: bytes) -> int:
     new = path.with_name(f"{path.name}.new")
     try:
         with open(new, "wb", opener=_private) as file:
-            file.write(body + _checksum(body))
+            file.write(body + checksum(body))
             os.fsync(file.fileno())
         new.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError:
         with contextlib.suppress(OSError):
             new.unlink()
         raise
-    return len(body) + _CHECKSUM_BYTES
+    return len(body) + CHECKSUM_BYTES
 
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o640)
-
-
-def _checksum(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import stat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,6 +123,22 @@ async def test_a_crash_costs_a_part_of_the_budget_and_never_adds_to_it(tmp_path:
     restarted = WriteBudget([(8 << 30, DAY)], path, lambda: now)
     await restarted.open()
     assert 0 < restarted.left < killed.left
+
+
+@pytest.mark.asyncio
+async def test_the_new_file_and_its_name_are_written_to_the_medium(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, synced = tmp_path / "admission", []
+
+    def fsync(fd: int) -> None:
+        synced.append(("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file", path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    budget = WriteBudget([(8_000_000, DAY)], path)
+    budget.admit(keys_of(1), 100, 0.0)
+    await budget.aclose()
+    assert synced == [("file", False), ("folder", True)]
 
 
 @pytest.mark.asyncio
