@@ -318,12 +318,25 @@ class S3Store(Store):
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
         """Remove objects, and bundles that have one of the blocks; see :class:`Store`.
 
+        For a block that this process has seen in no bundle, and that has no object of its own, all
+        bundles of its salt are listed.
+
         Raises:
             StoreError: no request was answered, or access is denied.
         """
         client, _ = self._opened()
-        places = [(key, self._index.find(key)) for key in split_keys(keys)]
-        firsts = [key if place is None else place[0].keys[0] for key, place in places]
+        wanted = split_keys(keys)
+        unseen = [key for key in wanted if self._index.find(key) is None]
+        learn = partial(self._learn_one, client, unseen)
+        learned = await self._all(len(unseen), learn, self._concurrency)
+        states = dict(zip(unseen, learned, strict=True))
+        places = {key: self._index.find(key) for key in wanted}
+        lost = {key for key in unseen if states[key] == Result.MISSING}
+        for label in {_salt_label(key) for key in lost}:
+            async for found in self.stored_keys(label):
+                keys_found = lost.intersection(split_keys(found))
+                places |= {key: self._index.find(key) for key in keys_found}
+        firsts = [key if (place := places[key]) is None else place[0].keys[0] for key in wanted]
         names = list(dict.fromkeys(firsts))
 
         async def delete(index: int) -> int:
@@ -333,7 +346,8 @@ class S3Store(Store):
             return Result.DONE
 
         ends = dict(zip(names, await self._all(len(names), delete, self._concurrency), strict=True))
-        return np.array([ends[first] for first in firsts], np.uint8)
+        failed = [states.get(key) == Result.FAILED for key in wanted]
+        return np.where(failed, Result.FAILED, [ends[first] for first in firsts]).astype(np.uint8)
 
     async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
         """Yield the keys of the objects of the prefix; see :class:`Store`.
@@ -345,7 +359,7 @@ class S3Store(Store):
             StoreError: no request was answered, or access is denied.
         """
         client, _ = self._opened()
-        salt = label.hex() if len(label) == len(_folder(bytes(KEY_BYTES))) // 2 else ""
+        salt = label.hex() if len(label) == len(_salt_label(bytes(KEY_BYTES))) else ""
         async for names in client.names(salt):
             keys = [name for name in names if _KEY.fullmatch(name) and name.endswith(label.hex())]
             for part in (keys[i : i + _LOOKUP_KEYS] for i in range(0, len(keys), _LOOKUP_KEYS)):
@@ -650,9 +664,8 @@ def _has_key(view: memoryview, key: bytes) -> bool:
 
 
 def _name(key: bytes) -> str:
-    return f"{_folder(key)}/{key.hex()}"
+    return f"{_salt_label(key).hex()}/{key.hex()}"
 
 
-def _folder(key: bytes) -> str:
-    """Return the label of the salt of a key."""
-    return key[KINDS["salt"]].hex()
+def _salt_label(key: bytes) -> bytes:
+    return key[KINDS["salt"]]

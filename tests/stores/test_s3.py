@@ -394,6 +394,18 @@ async def test_bundles_that_were_removed_or_replaced_are_missing(rig: S3Rig) -> 
 
 @pytest.mark.asyncio
 @pytest.mark.loop("asyncio")
+async def test_block_in_a_bundle_that_this_process_has_not_seen_is_removed(rig: S3Rig) -> None:
+    async with prompts(rig) as first, prompts(rig) as second:
+        await first.save(1, 2, 3)
+        await first.save(4)
+        assert (await second.store.remove(second.keys(9, 2, 4))).tolist() == [DONE] * 3
+        async with prompts(rig) as third:
+            assert await third.find(1, 2, 3) == 0
+            assert await third.find(4) == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
 @pytest.mark.parametrize("place", ["header", "object", "end"])
 async def test_a_damaged_bundle_gives_no_wrong_block_and_is_replaced(
     rig: S3Rig, place: str
