@@ -1037,6 +1037,9 @@ class SlotTable:
         Return the keys of `count` slots from `first` on that end with `label`.
         """
 
+    def newest(self, count: int) -> bytes:
+        """Return the `count` most recently used keys, the last one used first."""
+
     def label_counts(self, count: int) -> dict[str, dict[bytes, int]]:
         """
         Return the numbers of keys by label, of the `count` largest labels of each kind.

@@ -15,7 +15,7 @@ from tests.stores.conformance import Blocks, keys_of
 
 
 async def _main() -> None:
-    link = await attach(Path(sys.argv[1]), Blocks().memory)
+    link, _ = await attach(Path(sys.argv[1]), Blocks().memory)
     await link.ask(Load(number=0, keys=keys_of([1, 2])))
     await link.ask(Save(number=1, keys=keys_of([3, 4])))
     print("holds", flush=True)

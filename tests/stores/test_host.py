@@ -20,12 +20,13 @@ import pytest
 from aiokv import cli
 from aiokv.errors import ConfigError, StoreError
 from aiokv.layout.host_format import pitch_bytes
-from aiokv.stores import HostStore, stores_from
+from aiokv.stores import DiskStore, HostStore, stores_from
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.host.below import Below
 from aiokv.stores.host.link import attach, inspect
 from aiokv.stores.host.messages import Load, Publish, Save
 from aiokv.stores.host.pools import SlotPools
+from aiokv.stores.host.service import HostService
 from aiokv.stores.labels import label
 from aiokv.stores.purging import purge_store
 from aiokv.stores.threads import StoreThreads
@@ -316,7 +317,7 @@ async def test_a_cancelled_request_gives_its_slots_back(folder: Path) -> None:
     try:
         blocks = Blocks()
         async with opened(HostMedium(server), blocks) as store:
-            link = await attach(server.path, blocks.memory)
+            link, _ = await attach(server.path, blocks.memory)
             for number in range(8):
                 task = asyncio.create_task(link.ask(Save(number=number, keys=keys_of(range(4)))))
                 for _ in range(number):
@@ -336,7 +337,7 @@ async def test_a_client_that_breaks_the_protocol_is_cut(server: HostServer) -> N
         Publish(number=7, written=b"\1"),
         Load(number=1, keys=b"short"),
     ):
-        link = await attach(server.path, blocks.memory)
+        link, _ = await attach(server.path, blocks.memory)
         if isinstance(wrong, Publish):
             await link.ask(Save(number=7, keys=keys_of([1, 2])))
         with pytest.raises(StoreError, match="is lost"):
@@ -481,6 +482,39 @@ async def test_purge_removes_blocks_on_the_disk_of_sizes_that_no_engine_has_atta
     assert (await purge_store(str(folder), "a")).removed_blocks == 2
     server.start()
     assert await is_found() == [False, False]
+
+
+@pytest.mark.asyncio
+async def test_failed_remove_and_purge_below_are_errors_of_their_calls_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def fail(*_: object) -> None:
+        raise StoreError("the disk failed")
+
+    (below,) = stores_from([f"disk:{folder / 'disk'}?bytes=8MiB&min_free_bytes=0"])
+    path, blocks = folder / "host.sock", Blocks()
+    async with HostService(path, 8 * PITCH, below):
+        store = HostStore(path)
+        await store.open(blocks.memory)
+        await save(store, blocks, [1])
+        monkeypatch.setattr(DiskStore, "remove", fail)
+        monkeypatch.setattr(DiskStore, "purge", fail)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="the disk failed"):
+                await store.remove(keys_of([1]))
+            with pytest.raises(StoreError, match="the disk failed"):
+                await store.purge(b"salt!")
+        assert (await store.lookup(keys_of([1]))).tolist() == [True]
+        assert "host.detached" not in caplog.text
+        await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_purge_of_a_service_makes_no_memory(server: HostServer) -> None:
+    assert (await purge_store(server.url, "a")).removed_blocks == 0
+    assert (await inspect(server.path)).sizes == []
 
 
 @pytest.mark.asyncio

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -14,17 +13,15 @@ from aiokv.stores.host.messages import (
     Load,
     Lookup,
     Publish,
-    Purge,
     Release,
     Remove,
-    Reply,
     Save,
 )
-from aiokv.stores.waiting import all_ended
+from aiokv.stores.host.requests import Requests
 from aiokv.wire.frames import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Callable, Coroutine
 
     from numpy.typing import NDArray
 
@@ -47,7 +44,6 @@ class Attachment:
         threads: touch new memory.
         share: part of the memory that the objects of the engine may claim.
         counts: returns the counts of the pool.
-        purge: removes the objects of all pools with a label; returns their number.
 
     Attributes:
         pool: as given.
@@ -61,23 +57,19 @@ class Attachment:
         threads: StoreThreads,
         share: float,
         counts: Callable[[], Counts],
-        purge: Callable[[bytes], Awaitable[int]],
     ) -> None:
         self.pool = pool
-        self._counts = counts
-        self._purge = purge
         self._pools = pools
         self._below = below
         self._threads = threads
         self._share = share
-        self._connection: Connection[FromService, FromEngine] | None = None
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # requests that are not answered
+        self._requests = Requests(self._release, counts)
         self._pinned: dict[int, NDArray[np.int32]] = {}  # slots of loads
         self._reserved: dict[int, tuple[bytes, NDArray[np.int32]]] = {}  # keys, slots of saves
 
     def start(self, connection: Connection[FromService, FromEngine]) -> None:
         """Serve requests until the connection ends."""
-        self._connection = connection
+        self._requests.connection = connection
         self.pool.attach(self, self._share)
         _log.info("host.attached", engine=connection.remote, payload_bytes=self.pool.payload_bytes)
         connection.start(self)
@@ -93,8 +85,6 @@ class Attachment:
                 self._begin(message.number, self._reserve(message.number, message.keys))
             case Remove():
                 self._begin(message.number, self._remove(message.keys))
-            case Purge():
-                self._begin(message.number, self._purged(message.label))
             case Publish():
                 self._publish(message)
             case Release():
@@ -104,44 +94,26 @@ class Attachment:
 
     def on_closed(self, reason: str) -> None:
         """Free all slots of the engine; see ``wire.Handler``."""
-        for number in {*self._tasks, *self._pinned, *self._reserved}:
+        for number in {*self._requests.numbers, *self._pinned, *self._reserved}:
             self._release(number)
         self.pool.detach(self)
-        remote = "" if self._connection is None else self._connection.remote
+        connection = self._requests.connection
+        remote = "" if connection is None else connection.remote
         _log.info("host.detached", engine=remote, reason=reason)
 
     async def aclose(self) -> None:
         """End the connection and its requests."""
-        tasks = set(self._tasks.values())
-        if self._connection is not None:
-            self._connection.abort("the service is closing")
-        await asyncio.sleep(0)  # then on_closed was called
-        await all_ended(tasks)
+        await self._requests.aclose("the service is closing")
 
     def _begin(self, number: int, request: Coroutine[Any, Any, bytes]) -> None:
-        if number in self._tasks or number in self._pinned or number in self._reserved:
+        if number in self._pinned or number in self._reserved:
             request.close()
             raise ProtocolError(f"the number {number} of a request that has not ended")
-        self._tasks[number] = asyncio.create_task(self._answer(number, request))
-
-    async def _answer(self, number: int, request: Coroutine[Any, Any, bytes]) -> None:
-        try:
-            self._reply(number, await request)
-        except Exception as error:
-            _log.error("host.request_failed", reason=str(error))
-            if self._connection is not None:
-                self._connection.abort(f"a request failed: {error}")
-        finally:
-            self._tasks.pop(number, None)
-
-    def _reply(self, number: int, data: bytes) -> None:
-        if self._connection is not None:
-            self._connection.send(Reply(number=number, data=data, counts=self._counts()))
+        self._requests.begin(number, request)
 
     def _release(self, number: int) -> None:
         """Give back the slots of a request, and end it."""
-        if (task := self._tasks.pop(number, None)) is not None:
-            task.cancel()
+        self._requests.cancel(number)
         if (pinned := self._pinned.pop(number, None)) is not None:
             self.pool.unpin(pinned)
         if (reserved := self._reserved.pop(number, None)) is not None:
@@ -187,13 +159,10 @@ class Attachment:
         stored = self.pool.commit(selected(keys, written), slots[written])
         if self._below is not None:
             self._below.save_soon(stored)
-        self._reply(message.number, b"")
+        self._requests.reply(message.number, b"")
 
     async def _remove(self, keys: bytes) -> bytes:
         if self._below is not None:
             await self._below.remove(keys)
         self.pool.remove(keys)
         return bytes(len(keys) // KEY_BYTES)
-
-    async def _purged(self, label: bytes) -> bytes:
-        return (await self._purge(label)).to_bytes(8, "little")

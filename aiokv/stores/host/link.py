@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import socket
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from aiokv.errors import StoreError
@@ -35,6 +35,7 @@ from aiokv.wire.sockets import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from aiokv.stores.base import StoreMemory
@@ -45,13 +46,14 @@ if TYPE_CHECKING:
         FromService,
         Load,
         Lookup,
+        Newest,
         Publish,
         Purge,
         Remove,
         Save,
     )
 
-    Request = Lookup | Load | Save | Remove | Purge | Publish
+    Request = Lookup | Load | Save | Remove | Publish | Purge | Newest
 
 T = TypeVar("T")
 
@@ -60,14 +62,10 @@ class Link:
     """Requests to the service, and their replies. Used on one loop.
 
     Attributes:
-        memory: slots of the service.
         counts: counts of the last reply.
     """
 
-    def __init__(
-        self, connection: Connection[FromEngine, FromService], memory: SharedMemory
-    ) -> None:
-        self.memory = memory
+    def __init__(self, connection: Connection[FromEngine, FromService]) -> None:
         self.counts = Counts()
         self._connection = connection
         self._numbers = itertools.count()
@@ -87,7 +85,7 @@ class Link:
         """Send a request; return the data of its reply.
 
         Raises:
-            StoreError: the connection has ended.
+            StoreError: the connection has ended, or the request has failed.
 
         Cancellation: the service gives back the slots of the request.
         """
@@ -117,7 +115,12 @@ class Link:
             raise ProtocolError(f"the message {type(message).__name__}")
         self.counts = message.counts
         reply = self._waiting.get(message.number)
-        if reply is not None and not reply.done():
+        if reply is None or reply.done():
+            return
+        if message.error:
+            where = self._connection.remote
+            reply.set_exception(StoreError(f"the host service at {where}: {message.error}"))
+        else:
             reply.set_result(message.data)
 
     def _on_closed(self, reason: str) -> None:
@@ -131,8 +134,8 @@ class Link:
         )
 
 
-async def attach(path: Path, memory: StoreMemory) -> Link:
-    """Return a new link to the service that listens at ``path``.
+async def attach(path: Path, memory: StoreMemory) -> tuple[Link, SharedMemory]:
+    """Return a new link to the service that listens at ``path``, and its slots.
 
     Raises:
         StoreError: no service listens there, or it refuses the engine.
@@ -158,7 +161,26 @@ async def attach(path: Path, memory: StoreMemory) -> Link:
     finally:
         if descriptor is not None:
             os.close(descriptor)
-    return Link(Connection(connected, str(path), ENGINE_CODEC), shared)
+    return Link(Connection(connected, str(path), ENGINE_CODEC)), shared
+
+
+@asynccontextmanager
+async def visiting(path: Path) -> AsyncIterator[tuple[Link, Report]]:
+    """Open a link to the service that listens at ``path`` for requests about all sizes; yield it
+    and the counts of the service.
+
+    Raises:
+        StoreError: no service listens there.
+    """
+    connected, report, _ = await _admission(path, Inspect(version=PROTOCOL_VERSION))
+    if not isinstance(report, Report):
+        connected.close()
+        raise StoreError(f"the host service at {path} has sent no report")
+    link = Link(Connection(connected, str(path), ENGINE_CODEC))
+    try:
+        yield link, report
+    finally:
+        link.close()
 
 
 async def inspect(path: Path) -> Report:
@@ -167,11 +189,8 @@ async def inspect(path: Path) -> Report:
     Raises:
         StoreError: no service listens there.
     """
-    connected, report, _ = await _admission(path, Inspect(version=PROTOCOL_VERSION))
-    connected.close()
-    if not isinstance(report, Report):
-        raise StoreError(f"the host service at {path} has sent no report")
-    return report
+    async with visiting(path) as (_, report):
+        return report
 
 
 async def _admission(

@@ -16,11 +16,18 @@
           ◄───────────────────────── Reply(number)
     Remove(number, keys) ──────────►
           ◄───────────────────────── Reply(number)
+
+The end of the connection releases the slots of all requests. A process that moves no objects sends
+Inspect instead of Hello::
+
+    Inspect ───────────────────────►
+          ◄───────────────────────── Report
     Purge(number, label) ──────────►
           ◄───────────────────────── Reply(number, 8 bytes: number of objects)
+    Newest(number, size, count) ───►
+          ◄───────────────────────── Reply(number): keys
 
-The end of the connection releases the slots of all requests. A process that only reads the counts
-sends Inspect instead of Hello, and gets a Report.
+A request that fails because of the store below gets a Reply with its error.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ import msgspec
 
 from aiokv.wire.messages import Codec, Ping, Pong, encode
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
 PRESENT: Final = -1  # instead of a slot: the key is stored
@@ -106,6 +113,15 @@ class Purge(_Message, frozen=True, tag="purge"):
     label: bytes
 
 
+class Newest(_Message, frozen=True, tag="newest"):
+    """Ask for the keys of one size that were used last, the last one first."""
+
+    number: int
+    payload_bytes: int
+    pitch_bytes: int
+    count: int
+
+
 class Publish(_Message, frozen=True, tag="publish"):
     """Store the keys of a ``Save``.
 
@@ -131,11 +147,13 @@ class Reply(_Message, frozen=True, tag="reply"):
         number: number of the request.
         data: flags or slots (int32) of its keys.
         counts: counts of the slots of this size.
+        error: reason of a failure; empty if the request has succeeded.
     """
 
     number: int
     data: bytes
     counts: Counts
+    error: str = ""
 
 
 class Counts(_Message, frozen=True):
@@ -143,6 +161,7 @@ class Counts(_Message, frozen=True):
 
     Attributes:
         payload_bytes: payload of an object.
+        pitch_bytes: distance between slots.
         engines: attached engines.
         blocks: objects in memory.
         used_bytes: memory that the slots take, free ones included.
@@ -153,6 +172,7 @@ class Counts(_Message, frozen=True):
     """
 
     payload_bytes: int = 0
+    pitch_bytes: int = 0
     engines: int = 0
     blocks: int = 0
     used_bytes: int = 0
@@ -177,7 +197,7 @@ class Report(_Message, frozen=True, tag="report"):
 
 
 FirstMessage = Hello | Inspect
-FromEngine = Lookup | Load | Save | Remove | Purge | Publish | Release | Ping | Pong
+FromEngine = Lookup | Load | Save | Remove | Publish | Release | Purge | Newest | Ping | Pong
 FromService = Reply | Report | Ping | Pong
 Admission = Welcome | Refuse | Report
 

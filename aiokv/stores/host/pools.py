@@ -66,6 +66,7 @@ class SlotPool:
         """Counts, without those of the store below."""
         return Counts(
             payload_bytes=self.payload_bytes,
+            pitch_bytes=self.pitch_bytes,
             engines=len(self._shares),
             blocks=self.table.stored,
             used_bytes=self.held_bytes,

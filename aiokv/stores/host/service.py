@@ -36,6 +36,7 @@ from aiokv.stores.host.messages import (
     Welcome,
 )
 from aiokv.stores.host.pools import SlotPools
+from aiokv.stores.host.visitor import Visitor
 from aiokv.stores.threads import StoreThreads
 from aiokv.wire.connection import Connection, WireLimits
 from aiokv.wire.frames import FrameWriter
@@ -78,7 +79,8 @@ class HostService:
         self._limits = WireLimits()
         self._socket: OwnedSocket | None = None
         self._listener: Listener[Connection[FromService, FromEngine]] | None = None
-        self._attachments: dict[Connection[FromService, FromEngine], Attachment | None] = {}
+        # None between the handshake and the start of a process that attaches to no size.
+        self._peers: dict[Connection[FromService, FromEngine], Attachment | Visitor | None] = {}
         self._disk: DiskStore | None = None
         if below is not None:
             if not isinstance(below.store, DiskStore):
@@ -106,9 +108,9 @@ class HostService:
         if self._socket is not None and self._listener is not None:
             self._socket.remove()
             await self._listener.aclose()
-        for attachment in self._attachments.values():
-            if attachment is not None:
-                await attachment.aclose()
+        for peer in self._peers.values():
+            if peer is not None:
+                await peer.aclose()
         for opening in list(self._below.values()):
             with suppress(AiokvError):  # its engine was refused
                 await (await opening).aclose()
@@ -163,8 +165,8 @@ class HostService:
             welcome = ADMISSION_CODEC.encoded(Welcome(num_slots=attachment.pool.num_slots))
             frame = FrameWriter(None).frame(welcome)
             await send_with_descriptor(accepted, frame, attachment.pool.descriptor)
-        self._attachments = {c: a for c, a in self._attachments.items() if not c.reason}
-        self._attachments[connection] = attachment
+        self._peers = {c: peer for c, peer in self._peers.items() if not c.reason}
+        self._peers[connection] = attachment
         return connection
 
     async def _attachment(self, hello: Hello) -> Attachment:
@@ -189,7 +191,7 @@ class HostService:
                 )
                 self._below[size] = asyncio.create_task(below.opened())
             below = await asyncio.shield(self._below[size])
-        return Attachment(pool, self._pools, below, self._threads, hello.share, counts, self._purge)
+        return Attachment(pool, self._pools, below, self._threads, hello.share, counts)
 
     async def _purge(self, label: bytes) -> int:
         """Remove all objects with a label, below first: then no load brings one back.
@@ -207,11 +209,11 @@ class HostService:
         return max(removed, sum(pool.purge(label) for pool in self._pools.pools.values()))
 
     def _start(self, connection: Connection[FromService, FromEngine]) -> None:
-        attachment = self._attachments[connection]
-        if attachment is None:
-            connection.close()
+        peer = self._peers[connection]
+        if isinstance(peer, Attachment):
+            peer.start(connection)
         else:
-            attachment.start(connection)
+            self._peers[connection] = Visitor(self._pools, self._purge, connection)
 
 
 def _failed(opening: asyncio.Task[Below]) -> bool:

@@ -13,7 +13,7 @@ from aiokv.base import checks
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import KEY_BYTES, Result, Store, selected
-from aiokv.stores.host.link import attach
+from aiokv.stores.host.link import attach, visiting
 from aiokv.stores.host.messages import PRESENT, Load, Lookup, Publish, Purge, Remove, Save
 from aiokv.stores.options import store_path, url_options, url_path
 from aiokv.stores.threads import StoreThreads
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from aiokv.stores.base import StoreMemory
     from aiokv.stores.host.link import Link
+    from aiokv.stores.host.shared_memory import SharedMemory
 
     Copy = Callable[[bytes, NDArray[np.int32], StoreMemory, NDArray[np.int32]], NDArray[np.uint8]]
 
@@ -65,7 +66,7 @@ class HostStore(Store):
         self._num_threads = threads
         self._memory: StoreMemory | None = None
         self._threads: StoreThreads | None = None
-        self._link: Link | None = None
+        self._attachment: tuple[Link, SharedMemory] | None = None
         self._attaching = asyncio.Lock()
 
     @classmethod
@@ -95,7 +96,7 @@ class HostStore(Store):
         Raises:
             StoreError: the service cannot be reached, or has ended.
         """
-        _, link = await self._attached()
+        _, link, _ = await self._attached()
         found = await link.ask(Lookup(number=link.next_number(), keys=keys))
         return np.frombuffer(found, np.bool_)
 
@@ -105,14 +106,14 @@ class HostStore(Store):
         Raises:
             StoreError: as :meth:`lookup`.
         """
-        memory, link = await self._attached()
+        memory, link, shared = await self._attached()
         number = link.next_number()
         slots = np.frombuffer(await link.ask(Load(number=number, keys=keys)), np.int32)
         found = np.flatnonzero(slots >= 0)
         results = np.full(len(slots), Result.MISSING, np.uint8)
         try:
             results[found] = await self._copied(
-                link.memory.load, selected(keys, found), slots[found], memory, blocks[found]
+                shared.load, selected(keys, found), slots[found], memory, blocks[found]
             )
         finally:
             link.release(number)
@@ -125,14 +126,14 @@ class HostStore(Store):
         Raises:
             StoreError: as :meth:`lookup`.
         """
-        memory, link = await self._attached()
+        memory, link, shared = await self._attached()
         number = link.next_number()
         slots = np.frombuffer(await link.ask(Save(number=number, keys=keys)), np.int32)
         results = np.where(slots == PRESENT, Result.PRESENT, Result.REFUSED).astype(np.uint8)
         wanted = np.flatnonzero(slots >= 0)
         try:
             copied = await self._copied(
-                link.memory.save, selected(keys, wanted), slots[wanted], memory, blocks[wanted]
+                shared.save, selected(keys, wanted), slots[wanted], memory, blocks[wanted]
             )
         except BaseException:
             link.release(number)
@@ -148,7 +149,7 @@ class HostStore(Store):
         Raises:
             StoreError: as :meth:`lookup`.
         """
-        _, link = await self._attached()
+        _, link, _ = await self._attached()
         removed = await link.ask(Remove(number=link.next_number(), keys=keys))
         return np.frombuffer(removed, np.uint8)
 
@@ -159,15 +160,15 @@ class HostStore(Store):
         Raises:
             StoreError: as :meth:`lookup`.
         """
-        _, link = await self._attached()
-        removed = await link.ask(Purge(number=link.next_number(), label=label))
+        async with visiting(self._path) as (link, _):
+            removed = await link.ask(Purge(number=link.next_number(), label=label))
         return int.from_bytes(removed, "little")
 
     def statistics(self) -> StoreStatistics:
         """Return counts of the last reply of the service; see :class:`Store`."""
-        if self._link is None:
+        if self._attachment is None:
             return StoreStatistics()
-        counts = self._link.counts
+        counts = self._attachment[0].counts
         return StoreStatistics(
             blocks=counts.blocks,
             used_bytes=counts.used_bytes,
@@ -186,19 +187,19 @@ class HostStore(Store):
             await self._threads.aclose()
         async with self._attaching:
             self._memory = None
-            if self._link is not None:
-                self._link.close()
-                self._link = None
+            if self._attachment is not None:
+                self._attachment[0].close()
+                self._attachment = None
         await asyncio.sleep(0)  # then the socket is closed
 
-    async def _attached(self) -> tuple[StoreMemory, Link]:
-        """Return the memory of the engine and a link to the service."""
+    async def _attached(self) -> tuple[StoreMemory, Link, SharedMemory]:
+        """Return the memory of the engine, a link to the service, and its memory."""
         async with self._attaching:
             if self._memory is None:
                 raise StoreError(f"{self.url} is not open")
-            if self._link is None or self._link.has_ended:
-                self._link = await attach(self._path, self._memory)
-            return self._memory, self._link
+            if self._attachment is None or self._attachment[0].has_ended:
+                self._attachment = await attach(self._path, self._memory)
+            return self._memory, *self._attachment
 
     async def _copied(
         self,

@@ -47,6 +47,7 @@ static_assert(sizeof(Slot) == 48);
 class SlotList {
   public:
     std::uint32_t front() const { return front_; }
+    std::uint32_t back() const { return back_; }
     std::size_t size() const { return size_; }
     void push_back(Slab<Slot>& slots, std::uint32_t slot);
     void unlink(Slab<Slot>& slots, std::uint32_t slot);
@@ -114,6 +115,8 @@ class SlotTable {
     // Appends to `keys` those of `count` slots from `first` on that end with `label`.
     void list_keys(std::size_t first, std::size_t count, std::span<const std::uint8_t> label,
                    std::vector<StoreKey>& keys) const;
+    // Returns the `count` most recently used keys or fewer, the last one used first.
+    std::vector<StoreKey> newest(std::size_t count) const;
     // Numbers of stored keys by their labels: see aiokv/stores/labels.py.
     const LabelCounts& labels() const { return labels_; }
 

@@ -186,6 +186,13 @@ void bind_table(nb::module_& m) {
             "first"_a, "count"_a, "label"_a,
             "Return the keys of `count` slots from `first` on that end with `label`.")
         .def(
+            "newest",
+            [](const SlotTable& table, std::size_t count) {
+                const std::vector<StoreKey> keys = table.newest(count);
+                return nb::bytes(keys.data(), keys.size() * sizeof(StoreKey));
+            },
+            "count"_a, "Return the `count` most recently used keys, the last one used first.")
+        .def(
             "label_counts",
             [](const SlotTable& table, std::size_t count) {
                 nb::dict kinds;

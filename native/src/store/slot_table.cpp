@@ -231,6 +231,15 @@ void SlotTable::list_keys(std::size_t first, std::size_t count, std::span<const 
     }
 }
 
+std::vector<StoreKey> SlotTable::newest(std::size_t count) const {
+    std::vector<StoreKey> keys;
+    for (std::uint32_t slot = recency_.back(); slot != kNoSlot && keys.size() < count;
+         slot = slots_[slot].previous) {
+        keys.push_back(slots_[slot].key);
+    }
+    return keys;
+}
+
 // Applies records in order, so that the last one wins: that was the state in memory.
 bool SlotTable::replay(const JournalRecord& record) {
     if (record.slot >= capacity_) return false;
