@@ -24,7 +24,8 @@ EXIT_BAD: Final = 1
 READ_THREADS: Final = 4
 
 EPILOG = """\
-serve and stat are for shared memory; ls, verify and gc for the files of a disk or directory store.
+serve, stat, hot and warm are for shared memory; ls, verify and gc for the files of a disk or
+directory store.
 ls also takes the URL of a store that can list its objects, such as redis:// or s3://.
 
 ls and gc read no block, except for gc --verify; verify reads all blocks. While an engine uses a
@@ -121,10 +122,8 @@ def run(args: argparse.Namespace) -> int:
         AiokvError: see :mod:`aiokv.stores.inspection`; or an output file cannot be written.
         OSError: a file of the store cannot be read or removed.
     """
-    if args.action == "serve":
-        return store_host.serve(args)
-    if args.action == "stat":
-        return store_host.stat(args)
+    if (action := store_host.ACTIONS.get(args.action)) is not None:
+        return action(args)
     import asyncio
 
     from aiokv.cli.files import check_writable, write_json

@@ -21,7 +21,8 @@ _log: Final = Log(__name__)
 
 
 class Requests:
-    """Answers requests by number. Failures of the store below are answers; others end the connection.
+    """Answers requests by number. A failure of the store below is an answer, too; other failures
+    end the connection.
 
     Args:
         on_failure: called with the number of a request that has failed.
