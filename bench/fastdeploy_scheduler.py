@@ -3,15 +3,22 @@
 ``FASTDEPLOY_TREE=/path/to/FastDeploy python -m bench.fastdeploy_scheduler``, in a Python with
 Paddle, runs the same random requests with both managers, a step of each in turn, and no model: each
 step returns one token per running request. Measured is the CPU time of the process within
-``schedule()``, so that of aiokv's thread is included. All seats are taken: prompts have 576 to
-1,212 tokens, of which 512 are shared with others, requests generate 150 to 450 tokens, and blocks
-have 64 positions. Steps while the seats fill are left out. Keys are the number of seats and of host
+``schedule()``, so that of aiokv's thread is included. With host blocks, aiokv's worker is another
+process, as in FastDeploy; FastDeploy's own manager has no worker here.
+
+All seats are taken: prompts have 576 to 1,212 tokens, of which 512 are shared with others, requests
+generate 150 to 450 tokens, and blocks have 64 positions. Steps while the seats fill are left out.
+Objects from before the first step are left out of garbage collections, which would fall on steps of
+either manager. Keys are the number of seats and of host blocks, and the write policy; "reserve" for
+FastDeploy's default, with which a request waits for room while running requests may need the free
 blocks.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
 import os
 import random
 import sys
@@ -31,7 +38,15 @@ from tests.connectors.fastdeploy_tree import fd_config, import_tree
 
 BLOCK_TOKENS: Final = 64
 SEAT_BLOCKS: Final = 40
-SIZES: Final = ((64, 0), (256, 0), (64, 2_000))  # seats, host blocks
+SELECTIVE: Final = "write_through_selective"
+SIZES: Final = (  # seats, host blocks, write policy, whether blocks are reserved
+    (64, 0, SELECTIVE, False),
+    (256, 0, SELECTIVE, False),
+    (64, 2_000, SELECTIVE, False),
+    (64, 2_000, "write_back", False),
+    (64, 0, SELECTIVE, True),
+    (64, 2_000, SELECTIVE, True),
+)
 PORT: Final = 30_000
 
 
@@ -48,17 +63,20 @@ class Server:
     Args:
         seats: number of requests at a time.
         host_blocks: size of host memory.
+        policy: FastDeploy's write policy.
         is_own: True for FastDeploy's own cache manager.
         port: port that no other server has.
     """
 
-    def __init__(self, seats: int, host_blocks: int, *, is_own: bool, port: int) -> None:
+    def __init__(
+        self, seats: int, host_blocks: int, policy: str, *, is_own: bool, port: int
+    ) -> None:
         from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1
 
         blocks = seats * SEAT_BLOCKS
         config = fd_config(
-            blocks, host_blocks, seats=seats, policy="write_through_selective", drafts=0,
-            images=False, port=port, batch_tokens=8_192,
+            blocks, host_blocks, seats=seats, policy=policy, drafts=0, images=False, port=port,
+            batch_tokens=8_192,
         )  # fmt: skip
         config.cache_config.block_size = BLOCK_TOKENS
         config.cache_config.enc_dec_block_num = 2
@@ -73,23 +91,27 @@ class Server:
 
         with patch.object(CacheManager, "for_workers", for_workers):
             self.manager = ResourceManagerV1(seats, config, 1, "mixed")
-        self.controller = None
+        self._block_hasher = _block_hasher() if is_own else None
+        self._worker: Any = None
         if has_worker:
-            self.controller = CacheController.for_worker(config, 0, 0)
-            self.controller.initialize_kv_cache(Backend(), blocks)
+            fork = multiprocessing.get_context("fork")
+            received, self._batches = fork.Pipe(duplex=False)
+            self._worker = fork.Process(target=_work, args=(config, blocks, received))
+            self._worker.start()
         self._chance = random.Random(seats)
         self._shared = [self._tokens(512) for _ in range(20)]
         self._seats, self._limits, self._count = seats, {}, 0
         self.microseconds: list[float] = []
 
     def close(self) -> None:
+        if self._worker is not None:
+            self._batches.send(None)
+            self._worker.join()
         self.manager.finish_execution_pool.shutdown()
         self.manager.async_preprocess_pool.shutdown()
         self.manager.need_block_num_signal.clear()
         if isinstance(self.manager.cache_manager, CacheManager):
             self.manager.cache_manager.close()
-        if self.controller is not None:
-            self.controller.stop()
 
     def step(self) -> None:
         """Fill the seats, schedule, and return a token per running request."""
@@ -102,8 +124,8 @@ class Server:
         self.microseconds.append((time.process_time_ns() - begin) / 1e3)
         if errors:
             raise InternalError(str(errors))
-        if self.controller is not None:
-            self.controller.submit_swap_tasks(batch.cache_evict_metadata, batch.cache_swap_metadata)
+        if self._worker is not None:
+            self._batches.send((batch.cache_evict_metadata, batch.cache_swap_metadata))
         for request in list(self.manager.running):
             if request.num_computed_tokens < request.need_prefill_tokens:
                 continue
@@ -127,8 +149,18 @@ class Server:
         request.prompt_token_ids, request.output_token_ids = tokens, []
         request.prompt_token_ids_len = request.need_prefill_tokens = len(tokens)
         request.metrics = RequestMetrics()
+        request.set_block_hasher(self._block_hasher)
         self._limits[request.request_id] = self._chance.randrange(150, 450)
         self.manager.add_request(request)
+
+
+def _work(config: Any, blocks: int, batches: Any) -> None:
+    """Make the copies of batches, in the process of a worker."""
+    controller = CacheController.for_worker(config, 0, 0)
+    controller.initialize_kv_cache(Backend(), blocks)
+    while (batch := batches.recv()) is not None:
+        controller.submit_swap_tasks(*batch)
+    controller.stop()
 
 
 def _own(config: Any) -> Any:
@@ -141,18 +173,30 @@ def _own(config: Any) -> Any:
     return Own(config)
 
 
+def _block_hasher() -> Any:
+    """Return the function with which FastDeploy's engine names the blocks of a request."""
+    from fastdeploy.cache_manager.v1.cache_utils import get_request_block_hasher
+
+    return get_request_block_hasher(block_size=BLOCK_TOKENS)
+
+
 def run(steps: int) -> dict[str, Any]:
     """Return percentiles of ``schedule()`` in microseconds, by manager."""
     results: dict[str, Any] = {}
-    for number, (seats, host_blocks) in enumerate(SIZES):
+    for number, (seats, host_blocks, policy, reserves) in enumerate(SIZES):
+        port = PORT + 2 * number
+        os.environ["FD_USE_NEW_TOKEN_RATIO_RESERVE"] = str(int(reserves))
         servers = {
-            name: Server(seats, host_blocks, is_own=name == "fastdeploy", port=PORT + 2 * number)
+            name: Server(seats, host_blocks, policy, is_own=name == "fastdeploy", port=port)
             for name in ("fastdeploy", "aiokv")
         }
+        gc.collect()
+        gc.freeze()
         for _ in range(steps):
             for server in servers.values():
                 server.step()
-        found = results[f"{seats}_seats_{host_blocks}_host_blocks"] = {}
+        name = f"{seats}_seats_{host_blocks}_host_blocks_{policy}" + "_reserve" * reserves
+        found = results[name] = {}
         for name, server in servers.items():
             samples = sorted(server.microseconds[steps // 5 :])
             found[name] = {
