@@ -1107,6 +1107,14 @@ class CacheEngine(Unique):
         """Number of device blocks that hold nothing, in less than a microsecond. Any thread."""
         return self._scheduler.read.room()[0]
 
+    @property
+    def evictable_device_blocks(self) -> int:
+        """Number of cached device blocks that no lease uses, in less than a microsecond.
+
+        Blocks that must be saved before they are evicted count, too. Any thread.
+        """
+        return self._scheduler.read.room()[1]
+
     def health(self) -> Health:
         """Return the state of the engine, for health checks. Takes microseconds.
 

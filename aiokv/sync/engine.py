@@ -222,6 +222,11 @@ class SyncEngine(EngineVerbs, Unique):
         """See :attr:`aiokv.CacheEngine.free_device_blocks`. Does not cross."""
         return self._cache.free_device_blocks
 
+    @property
+    def evictable_device_blocks(self) -> int:
+        """See :attr:`aiokv.CacheEngine.evictable_device_blocks`. Does not cross."""
+        return self._cache.evictable_device_blocks
+
     def __repr__(self) -> str:
         return repr(self._cache).replace("CacheEngine", "SyncEngine", 1)
 

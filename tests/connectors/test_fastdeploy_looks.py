@@ -161,12 +161,12 @@ def test_blocks_taken_with_a_match_are_given_back_with_it():
         assert not manager.can_allocate_device_blocks(33)
 
 
-def test_match_takes_no_blocks_if_a_further_step_has_no_room():
+def test_match_takes_only_the_blocks_of_the_prompt_if_a_further_step_has_no_room():
     with opened(8, batch_tokens=16) as manager:
         first = Request("a", prompt(1, 4))
         start(manager, first)
         request = Request("b", prompt(2, 2))
         manager.match_prefix(request)
-        assert manager.engine.statistics().attention.device.free == 4
+        assert manager.engine.statistics().attention.device.free == 2
         assert manager.can_allocate_device_blocks(4)
         assert not manager.can_allocate_device_blocks(5)

@@ -16,6 +16,7 @@ from aiokv.connectors.fastdeploy import (
     CacheMetrics,
     CacheSwapMetadata,
 )
+from aiokv.connectors.fastdeploy.metrics import PUBLISH_CALLS
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_requests import count_crossings, opened, prompt, serve, start
@@ -80,7 +81,8 @@ def test_hit_rates_reach_the_gauges_of_fastdeploy(monkeypatch):
         assert sets == []
         serve(manager, "a", prompt(1, 2))
         serve(manager, "b", prompt(1, 2))
-        manager.issue_pending_backup_to_batch_request()
+        for _ in range(PUBLISH_CALLS):
+            manager.issue_pending_backup_to_batch_request()
         published = len(sets)
         assert dict(sets) == {
             "hit_req_rate": 0.5,
@@ -88,7 +90,8 @@ def test_hit_rates_reach_the_gauges_of_fastdeploy(monkeypatch):
             "gpu_hit_token_rate": 0.25,
             "cpu_hit_token_rate": 0.0,
         }
-        manager.issue_pending_backup_to_batch_request()
+        for _ in range(PUBLISH_CALLS):
+            manager.issue_pending_backup_to_batch_request()
         assert len(sets) == published
 
 

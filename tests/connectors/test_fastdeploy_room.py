@@ -11,7 +11,14 @@ from aiokv.connectors.fastdeploy import manager as manager_module
 from aiokv.errors import UsageError, WouldBlock
 from aiokv.testing import ScriptedDevice
 from aiokv.testing.loops import PATIENCE_SECONDS
-from tests.connectors.fastdeploy_requests import finish, opened, prompt, serve, start
+from tests.connectors.fastdeploy_requests import (
+    count_crossings,
+    finish,
+    opened,
+    prompt,
+    serve,
+    start,
+)
 from tests.connectors.fastdeploy_server import (
     BLOCK,
     Request,
@@ -113,7 +120,6 @@ def test_room_is_promised_until_the_schedule_ends(monkeypatch):
     monkeypatch.setattr(blocks, "PROMISE_SECONDS", 0.0)
     with opened(4) as manager:
         request = Request("a", prompt(1, 4))
-        manager.match_prefix(request)
         with manager.engine.match([0], read=False, write=False) as other:
             assert manager.can_allocate_device_blocks(2)
             other.allocate(3 * BLOCK).result()
@@ -122,6 +128,106 @@ def test_room_is_promised_until_the_schedule_ends(monkeypatch):
             manager.issue_pending_backup_to_batch_request()
             assert manager.allocate_device_blocks(request, 2) == []
         assert len(manager.allocate_device_blocks(request, 2)) == 2
+
+
+def test_spare_blocks_of_another_request_complete_those_of_a_request():
+    with opened(40, batch_tokens=16, decode_blocks=2) as manager:
+        other, request = Request("a", prompt(1, 1)), Request("b", prompt(2, 2))
+        manager.match_prefix(other)
+        manager.match_prefix(request)  # both get blocks that the scheduler has not taken
+        free = manager.engine.free_device_blocks
+        spare = manager.num_free_device_blocks - free
+        assert spare == 1 + 2 + 2 + 2
+        with manager.engine.match([0], read=False, write=False) as lease:
+            assert lease.try_allocate((free - 2) * BLOCK)
+            ids = manager.allocate_device_blocks(request, 4 + 5)
+            assert len(set(ids)) == 9
+            assert manager.num_free_device_blocks == 0
+        finish(manager, request)
+        finish(manager, other)
+        assert manager.num_free_device_blocks == 40
+
+
+def refuse(manager, request: Request, num_blocks: int, *, ends_batch: bool = True) -> int:
+    """Match a request, and refuse it for lack of room; return its cached blocks."""
+    manager.match_prefix(request)
+    assert not manager.can_allocate_device_blocks(num_blocks)
+    matched = request.match_result.total_matched_blocks
+    manager.request_finish(request)
+    if ends_batch:
+        manager.issue_pending_backup_to_batch_request()
+    return matched
+
+
+def test_a_request_without_room_is_matched_again_without_a_crossing(monkeypatch):
+    with opened(12, batch_tokens=16) as manager:
+        serve(manager, "a", prompt(1, 2))
+        running = Request("b", prompt(2, 4))
+        start(manager, running)
+        manager.issue_pending_backup_to_batch_request()
+        running.output_token_ids.append(1)
+        manager.issue_pending_backup_to_batch_request()
+        waiting = Request("c", prompt(1, 5))
+        assert refuse(manager, waiting, 9) == 2
+        counts = count_crossings(monkeypatch)
+        for _ in range(3):
+            assert refuse(manager, waiting, 9) == 2
+        assert counts == []
+        assert manager.num_free_device_blocks == 6
+        ids = manager.allocate_device_blocks(running, 6)
+        assert len(ids) == 6, "the blocks of the waiting request were taken back"
+        finish(manager, running)
+        start(manager, waiting)
+        assert len(set(waiting.block_tables)) == 5
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_request_without_room_leaves_its_blocks_if_it_is_not_matched_again(comes_back):
+    with opened(12, batch_tokens=16) as manager:
+        serve(manager, "a", prompt(1, 2))
+        waiting = Request("c", prompt(1, 5))
+        refuse(manager, waiting, 13)
+        assert manager.engine.statistics().attention.device.leased > 0
+        if comes_back:
+            manager.match_prefix(waiting)
+        manager.request_finish(waiting)  # aborted
+        if comes_back:
+            manager.issue_pending_backup_to_batch_request()
+            manager.issue_pending_backup_to_batch_request()
+        assert manager.engine.statistics().attention.device.leased == 0
+        refuse(manager, waiting, 13)
+        for _ in range(2):
+            manager.issue_pending_backup_to_batch_request()
+        assert manager.engine.statistics().attention.device.leased == 0
+
+
+@pytest.mark.parametrize("other_is_matched", [False, True])
+def test_a_request_without_room_hits_what_is_computed_meanwhile(other_is_matched):
+    with opened(16, batch_tokens=16) as manager:
+        waiting = Request("a", prompt(1, 4))
+        running = Request("b", [*prompt(1, 3), *prompt(3, 1)])
+        assert refuse(manager, waiting, 17, ends_batch=False) == 0
+        start(manager, running)
+        assert len(set(running.block_tables)) == 4
+        manager.issue_pending_backup_to_batch_request()
+        if other_is_matched:  # this match commits the blocks of the batch
+            other = Request("c", prompt(2, 1))
+            start(manager, other)
+            finish(manager, other)
+        assert refuse(manager, waiting, 17) == 3
+        finish(manager, running)
+
+
+def test_a_request_under_write_back_crosses_once_for_its_blocks(monkeypatch):
+    with opened(64, 16, write_policy="write_back", batch_tokens=16) as manager:
+        manager.open()
+        counts = count_crossings(monkeypatch)
+        request = Request("a", prompt(1, 3))
+        manager.match_prefix(request)
+        assert manager.can_allocate_device_blocks(3)
+        assert len(manager.allocate_device_blocks(request, 3)) == 3
+        assert len(counts) == 1
+        finish(manager, request)
 
 
 def test_room_under_write_back_is_made_when_it_is_promised():

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from aiokv.connectors.fastdeploy import blocks
+from aiokv.connectors.fastdeploy.metrics import PUBLISH_CALLS
 from aiokv.testing import ScriptedDevice
 from tests.connectors.fastdeploy_server import BLOCK, next_token
 
@@ -86,6 +87,45 @@ def test_random_requests_read_no_wrong_kv(
         drive.close()
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("shares_in_batch", [False, True], ids=["", "in_batch"])
+def test_requests_that_wait_for_room_read_no_wrong_kv(
+    monkeypatch, tmp_path, policy, shares_in_batch
+):
+    """FastDeploy reserves blocks for the tokens that running requests will generate."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("FD_USE_NEW_TOKEN_RATIO_RESERVE", "1")
+    monkeypatch.setenv("FD_INIT_NEW_TOKEN_RATIO", "0.2")
+    found = []
+
+    def match_again(self, request, match_again=blocks.RequestBlocks._match_again):
+        holding = match_again(self, request)
+        found.append(holding is not None)
+        return holding
+
+    monkeypatch.setattr(blocks.RequestBlocks, "_match_again", match_again)
+    seed = int(os.environ.get("FASTDEPLOY_SEED", "1"))
+    chance = random.Random(f"{seed} {policy} {shares_in_batch}")
+    config = fd_config(
+        60, 80, seats=12, policy=policy, drafts=0, images=False, port=next(PORTS)
+    )  # fmt: skip
+    drive = Drive(config, 12, 1, chance, shares_in_batch=shares_in_batch)
+    try:
+        for _ in range(3):
+            drive.requests.clear()
+            for name in random_requests(drive, chance, 24, images=False):
+                if chance.random() < 0.1:
+                    drive.abort(name)
+            drive.run()
+            drive.check_outputs()
+            drive.ended.clear()
+            drive.aborted.clear()
+        assert drive.cached_tokens
+        assert sum(found) > 10
+    finally:
+        drive.close()
+
+
 def test_requests_whose_onloads_fail_are_computed_again(monkeypatch, tmp_path):
     """Half of the onloads fail, in another layer of each worker; no worker gets an exception."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -112,6 +152,8 @@ def test_requests_whose_onloads_fail_are_computed_again(monkeypatch, tmp_path):
         counts = drive.manager.cache_manager.engine.cache_statistics()
         assert counts.failed_blocks > 10
         assert counts.attention.onloaded_blocks > 10
+        for _ in range(PUBLISH_CALLS):
+            drive.schedule()
         gauges = drive.metrics()
         assert gauges["cpu_hit_token_rate"] > 0
         assert gauges.items() <= drive.manager.cache_manager.metrics.as_gauges().items()

@@ -235,6 +235,25 @@ def test_times_of_crossings_and_of_the_fastdeploy_connector():
         assert cells_of(MEASURED, beginning)[1:3] == [_time(times["p50"]), _time(times["p99"])]
 
 
+def test_times_of_schedule_with_the_managers_of_fastdeploy_and_aiokv():
+    measured = results("fastdeploy_scheduler")["benches"]["fastdeploy_scheduler"]
+    selective = "host_blocks_write_through_selective"
+    expected = {
+        "64 requests, device blocks only": f"64_seats_0_{selective}",
+        "256 requests, device blocks only": f"256_seats_0_{selective}",
+        "64 requests, with host memory |": f"64_seats_2000_{selective}",
+        "64 requests, with host memory, `write_back`": "64_seats_2000_host_blocks_write_back",
+        "up to 64 requests, device blocks only": f"64_seats_0_{selective}_reserve",
+        "up to 64 requests, with host memory": f"64_seats_2000_{selective}_reserve",
+    }
+    for beginning, name in expected.items():
+        for cell, manager in zip(
+            cells_of(MEASURED, beginning)[1:], ("fastdeploy", "aiokv"), strict=True
+        ):
+            times = [f"{measured[name][manager][key]:,.0f}" for key in ("mean", "p50", "p99")]
+            assert cell == " / ".join(times) + " µs"
+
+
 def _time(microseconds: float) -> str:
     return f"{microseconds:.0f} µs" if microseconds < 1_000 else f"{microseconds / 1e3:.0f} ms"
 

@@ -344,7 +344,7 @@ async def test_reading_calls_work_on_an_engine_of_ranks_before_entry(tmp_path):
 ANY_THREAD = {
     "CacheEngine": {
         "batch", "statistics", "cache_statistics", "asleep", "open_step", "regions", "loop",
-        "inspect", "free_device_blocks",
+        "inspect", "free_device_blocks", "evictable_device_blocks",
     },
     "Inspection": {"device_blocks_by_salt", "retained_blocks_by_salt"},
     "Lease": {"block_table", "window_table", "id", "is_idle", "owner", "salt", "layers"},

@@ -87,7 +87,11 @@ class RequestBlocks:
         self._prefilling: list[Holding] = []  # requests to look at after each batch
         self._has_changed = False  # whether blocks were taken since the last step was closed
         self._prefill_times: list[tuple[int, float]] = []  # to tell the engine in a crossing
-        self._ahead: list[Holding] = []  # requests that may have spare blocks
+        self._spare = 0  # sum of the spare blocks of `_holdings` and `_parked`
+        self._matched: Holding | None = None  # request of the last match, until blocks are taken
+        self._lacks_room = False  # whether the scheduler was told so about `_matched`
+        self._parked: Holding | None = None  # request that was matched and found no room
+        self._parked_in = 0  # number of batches at that time
         self._batched: list[Holding] = []  # requests with blocks for the batch being scheduled
         self._holds_step = False  # True if only `end_schedule` may close the open step
         self.last_step = 0  # number of the last closed step
@@ -116,19 +120,14 @@ class RequestBlocks:
     def free_device_blocks(self) -> int:
         """Number of empty device blocks, including those taken in advance. Does not cross."""
         with self._lock:
-            spare = sum(holding.spare for holding in self._holdings_ahead())
             # Calls of other threads to the engine can count blocks twice.
-            return min(self.engine.free_device_blocks + spare, self._sizes.device_blocks)
+            return min(self.engine.free_device_blocks + self._spare, self._sizes.device_blocks)
 
-    def _holdings_ahead(self) -> list[Holding]:
-        """Return the requests with spare blocks; only ``end_schedule`` takes blocks ahead."""
-        holdings = self._holdings
-        self._ahead = [
-            holding
-            for holding in self._ahead
-            if holding.spare and holdings.get(holding.request.request_id) is holding
-        ]
-        return self._ahead
+    @property
+    def has_copies(self) -> bool:
+        """True if blocks are being copied, or wait for it. Does not cross."""
+        counts = self.engine.cache_statistics().attention
+        return counts.device.in_flight + counts.host.in_flight > 0
 
     # --- verbs of requests ------------------------------------------------------------------------
 
@@ -142,9 +141,11 @@ class RequestBlocks:
             request: the scheduler's object.
             onload: False to grant only the prefix on the device.
         """
-        tokens, items = tokens_of(request), self._items_to_share(request)
         with self._lock:
-            self._refused = ""
+            self._refused, self._lacks_room = "", False
+            if onload and (parked := self._match_again(request)) is not None:
+                return parked
+            tokens, items = tokens_of(request), self._items_to_share(request)
             calls = self.engine.calls()
             self._record_end(calls, request.request_id)
             looked: list[Holding] = []
@@ -168,12 +169,10 @@ class RequestBlocks:
             self._note_looks(looked, ahead, extended)
             if granted.error is None:
                 holding.hit, self._room = granted.value
-                holding.given = holding.hit.total // self._block_tokens
-                self._update_table(holding)
-                if holding.spare:
-                    self._ahead.append(holding)
+                self._read_table(holding, holding.hit.total // self._block_tokens)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
+                self._matched = holding
             elif _is_refusal(granted.error):  # the items were refused, for example
                 _log_unshared(request, granted.error)
                 holding.shares_blocks = False
@@ -181,6 +180,26 @@ class RequestBlocks:
                 del self._holdings[request.request_id]
                 raise granted.error
             return holding
+
+    def _match_again(self, request: Request) -> Holding | None:
+        """Return the blocks of a request that the last batch had no room for, if no match is due.
+
+        A match finds more when the block behind the cached prefix has been committed since.
+        """
+        parked = self._parked
+        if parked is None or parked.request is not request or request.request_id in self._holdings:
+            return None
+        cached = parked.hit.total
+        if prompt_length(request) + len(request.output_token_ids) != parked.prefill_tokens or any(
+            running.committed_tokens <= cached
+            and len(running.request.output_token_ids) >= running.next_outputs
+            for running in self._holdings.values()
+        ):
+            return None
+        self._holdings[request.request_id] = self._matched = parked
+        self._parked = None
+        self._prefilling.append(parked)
+        return parked
 
     def match_arrived(self, request: Request) -> tuple[Holding, EngineFuture[None] | None]:
         """Match a request that is scheduled when its blocks have arrived from host memory.
@@ -194,7 +213,7 @@ class RequestBlocks:
             the call has begun one.
         """
         with self._lock:
-            self._refused = ""
+            self._refused, self._lacks_room = "", False
             request_id = request.request_id
             holding = self._onloading.pop(request_id, None)
             if holding is None:
@@ -202,17 +221,18 @@ class RequestBlocks:
                 lease = holding.lease
                 if lease is None or not holding.table or lease.layers.has_arrived:
                     return holding, None
-                del self._holdings[request_id]
+                self._drop(request_id)
                 holding.arrival = self.engine.submit(lease.inner.layers.wait_all)
                 return self._wait_for_onload(holding), holding.arrival
             if holding.arrival is None or not holding.arrival.done():
                 return self._wait_for_onload(holding), None
             self._holdings[request_id] = holding
+            self._spare += holding.spare
             num_tokens = prompt_length(request) + len(request.output_token_ids)
             if holding.arrival.exception() is not None or num_tokens != holding.prefill_tokens:
                 return self.match(request, onload=False), None
             self._prefilling.append(holding)
-            self._ahead.append(holding)
+            self._matched = holding
             return holding, None
 
     def _wait_for_onload(self, holding: Holding) -> Holding:
@@ -237,6 +257,7 @@ class RequestBlocks:
         with self._lock:
             calls = self.engine.calls()
             self._record_commits(calls)
+            self._record_parked(calls)
             self._has_changed = True
             queued = sum(holding.queued_tokens for holding in self._holdings.values())
             prefetch = partial(
@@ -261,7 +282,10 @@ class RequestBlocks:
         with self._lock:
             if self._refused:
                 return False
-            if num_blocks > self._room and not self._find_room(num_blocks):
+            spare = 0 if self._matched is None else self._matched.spare
+            missing = num_blocks - spare
+            if missing > self._room and not self._find_room(missing, self._matched):
+                self._lacks_room = True
                 return False
             self._promised = num_blocks
             return True
@@ -292,6 +316,7 @@ class RequestBlocks:
                 if self._sizes.role == "decode":
                     holding.awaited_since = time.monotonic()
             holding.check_alignment()
+            self._matched = None
             missing = num_blocks - holding.spare
             is_promised = num_blocks <= self._promised
             wait_seconds = PROMISE_SECONDS if is_promised else 0.0
@@ -305,6 +330,7 @@ class RequestBlocks:
                 )
             first = holding.given
             holding.given += num_blocks
+            self._spare -= num_blocks
             holding.is_scheduled = True
             if self._sizes.shares_in_batch:
                 self._batched.append(holding)
@@ -349,8 +375,7 @@ class RequestBlocks:
                 calls.truncate(holding.lease, kept * self._block_tokens)
             self._record_step(calls)
             calls.run()
-            holding.given = kept
-            self._update_table(holding)
+            self._read_table(holding, kept)
 
     def holder(self, block_id: int) -> str | None:
         """Return the id of a request that has taken a block; None without one."""
@@ -363,7 +388,9 @@ class RequestBlocks:
     def end(self, request_id: str, *, keep_seconds: float = 0.0) -> None:
         """Commit the computed positions, and give back all blocks. Idempotent.
 
-        Full blocks of known tokens stay cached.
+        Full blocks of known tokens stay cached. A request that was matched and then found no room
+        keeps its blocks until the end of the next batch, in which FastDeploy matches it again, or
+        until they are needed.
 
         Args:
             request_id: as given by the scheduler.
@@ -375,11 +402,28 @@ class RequestBlocks:
                 return
             if (holding := self._onloading.pop(request_id, None)) is not None:
                 self._leaving.append(holding)
-            if keep_seconds and (holding := self._holdings.get(request_id)) is not None:
+            holding = self._holdings.get(request_id)
+            if keep_seconds and holding is not None:
                 holding.kept_until = time.monotonic() + keep_seconds
             calls = self.engine.calls()
-            if self._record_end(calls, request_id):
+            if self._parked is not None and self._parked.request.request_id == request_id:
+                self._record_parked(calls)
+            if self._lacks_room and holding is self._matched is not None:
+                self._park(calls, self._matched)
+            else:
+                self._record_end(calls, request_id)
+            if len(calls):
                 self._run(calls)
+
+    def _park(self, calls: Calls, holding: Holding) -> None:
+        """Keep the blocks of a request that the scheduler has no room for until the next batch."""
+        if holding.hit.host_tokens:  # a later match may find the blocks that are arriving
+            self._record_end(calls, holding.request.request_id)
+            return
+        self._record_parked(calls)
+        self._drop(holding.request.request_id)
+        self._parked, self._parked_in = holding, self._batch
+        self._spare += holding.spare
 
     def end_all(self) -> None:
         """Give all blocks of all requests back; nothing that is not shared yet stays cached."""
@@ -396,7 +440,7 @@ class RequestBlocks:
         Until then, ``allocate`` refuses them: their block tables name blocks of other requests.
         """
         with self._lock:
-            self._room = self._promised = 0
+            self._room = self._promised = self._spare = 0
             calls = self.engine.calls()
             for holding in self._all_holdings():
                 _release(calls, holding)
@@ -405,6 +449,7 @@ class RequestBlocks:
             calls.run(raise_errors=False)
             self._leaving.clear()
             self._onloading.clear()
+            self._parked = None
 
     def end_schedule(self) -> int:
         """Note that a batch has been scheduled, in one crossing or none.
@@ -421,33 +466,41 @@ class RequestBlocks:
         with self._lock:
             self._promised, self._refused = 0, ""
             self._batched.clear()
-            if not (self._holdings or self._leaving or self._onloading or self._holds_step):
-                return self.last_step  # nothing to send: do not call the other thread
+            self._matched = None
+            self._batch += 1
+            self._schedules += 1
+            has_host = self._sizes.host_blocks > 0
+            looks = self._schedules >= self._sizes.look_schedules and bool(self._holdings)
+            has_changed = self._holds_step or (has_host and self._has_changed)
+            is_left = self._parked is not None and self._parked_in + 1 < self._batch
+            if not (looks or has_changed or is_left or self._prefilling or self._leaving):
+                self._has_committed = False
+                return self.last_step
             calls = self.engine.calls()
             self._record_departures(calls)
-            self._schedules += 1
+            if is_left:
+                self._record_parked(calls)
             due = self._prefilling = [
                 holding
                 for holding in self._prefilling
                 if holding.is_prefilling
                 and self._holdings.get(holding.request.request_id) is holding
             ]
-            has_host = self._sizes.host_blocks > 0
             if has_host:
                 for holding in due:
                     self._record_commit(calls, holding)
-            looks = self._schedules >= self._sizes.look_schedules
+            looked: list[Holding] = []
             if looks or (has_host and (len(calls) or self._has_changed)):
-                due = self._record_commits(calls)
+                looked = due = self._record_commits(calls)
                 self._schedules = 0
             self._note_prefill(due)
-            ahead = [holding for holding in due if self._needs_blocks(holding)]
+            ahead = [holding for holding in looked if self._needs_blocks(holding)]
             extended = self._record_ahead(calls, ahead)
-            if len(calls) or (has_host and self._has_changed) or self._holds_step:
+            if len(calls) or has_changed:
                 self._end_step(calls)
             self._has_committed = False
             self._note_batch(due)
-            self._note_looks(due, ahead, extended)
+            self._note_looks(looked, ahead, extended)
             return self.last_step
 
     def _record_ahead(self, calls: Calls, ahead: list[Holding]) -> Answer[Any] | None:
@@ -463,8 +516,7 @@ class RequestBlocks:
         """Note which requests were looked at, and the blocks that were taken ahead for some."""
         if extended is not None and extended.error is None:
             for holding in ahead:
-                self._update_table(holding)
-            self._ahead = self._holdings_ahead() + ahead
+                self._read_table(holding, holding.given)
         for holding in looked:
             holding.note_looked(self._sizes)
 
@@ -486,7 +538,6 @@ class RequestBlocks:
 
     def _note_batch(self, due: list[Holding]) -> None:
         """Note which positions the scheduled batch computes, for later commits and for its time."""
-        self._batch += 1
         num_tokens, waits = 0, False
         for holding in due:
             if self._sizes.role == "decode":  # another server computes the prompts
@@ -611,13 +662,15 @@ class RequestBlocks:
         computed -= computed % size
         if computed <= holding.committed_tokens:
             return
+        if self._parked and holding.committed_tokens <= self._parked.hit.total < computed:
+            self._record_parked(calls)  # a match may find more
         if computed > holding.named_tokens:
             outputs = holding.request.output_token_ids
             first = holding.named_tokens - prompt_length(holding.request)
             tokens = outputs[first : first + computed - holding.named_tokens]
-            calls.add(_append, holding, lease, tokens)
             holding.named_tokens = computed
-        if in_batch:
+            calls.add(_append_and_commit, holding, lease, tokens, computed)
+        elif in_batch:
             calls.commit(lease, computed, in_next_step=True)
             self._holds_step = True
         else:
@@ -625,8 +678,24 @@ class RequestBlocks:
         holding.committed_tokens = computed
         self._room = 0  # unknown: the blocks before a committed one cannot be evicted
 
-    def _record_end(self, calls: Calls, request_id: str) -> bool:
+    def _drop(self, request_id: str) -> Holding | None:
+        """Forget the holding of a request, and return it."""
         holding = self._holdings.pop(request_id, None)
+        if holding is not None:
+            self._spare -= holding.spare
+            if holding is self._matched:
+                self._matched = None
+        return holding
+
+    def _record_parked(self, calls: Calls) -> None:
+        """Give back the blocks of the request that the last batch had no room for."""
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            self._spare -= parked.spare
+            _release(calls, parked)  # no batch has used its blocks: the step may stay open
+
+    def _record_end(self, calls: Calls, request_id: str) -> bool:
+        holding = self._drop(request_id)
         if holding is None:
             return False
         if holding.is_scheduled:
@@ -644,11 +713,13 @@ class RequestBlocks:
         for holding in self._all_holdings():
             _release(calls, holding)
         self._holdings.clear()
+        self._spare, self._parked = 0, None
         self._leaving.clear()
         self._onloading.clear()
 
     def _all_holdings(self) -> list[Holding]:
-        return [*self._holdings.values(), *self._leaving, *self._onloading.values()]
+        parked = [] if self._parked is None else [self._parked]
+        return [*self._holdings.values(), *self._leaving, *self._onloading.values(), *parked]
 
     def _record_departures(self, calls: Calls) -> bool:
         """Release requests that have ended, and whose onloads have arrived since."""
@@ -692,7 +763,7 @@ class RequestBlocks:
         if num_blocks > self._sizes.device_blocks:
             return False
         return self._extend(holding, num_blocks) or (
-            self._find_room(num_blocks, wait_seconds) and self._extend(holding, num_blocks)
+            self._find_room(num_blocks, holding, wait_seconds) and self._extend(holding, num_blocks)
         )
 
     def _extend(self, holding: Holding, num_blocks: int) -> bool:
@@ -710,41 +781,49 @@ class RequestBlocks:
         calls.run(raise_errors=False)
         if isinstance(answer.error, WouldBlock | RequestTooLarge) or answer.value is False:
             return False
-        self._update_table(holding)
+        self._read_table(holding, holding.given)
         self._has_changed = True
         self._room = max(self._room - num_blocks, 0)
         return True
 
-    def _update_table(self, holding: Holding) -> None:
-        holding.next_outputs = 0
+    def _read_table(self, holding: Holding, given: int) -> None:
+        """Read the blocks of a lease, of which the scheduler has the first ``given``."""
+        before = holding.spare
+        holding.next_outputs, holding.given = 0, given
         if holding.lease is not None:
             holding.table = holding.lease.block_table.tolist()
+        self._spare += holding.spare - before
 
-    def _find_room(self, num_blocks: int, wait_seconds: float = 0.0) -> bool:
+    def _find_room(self, num_blocks: int, user: Holding | None, wait_seconds: float = 0.0) -> bool:
         """Ask the engine for room; take spare blocks back, and begin saves, if that helps.
 
         Args:
             num_blocks: number of blocks.
+            user: the request that needs them, and keeps its spare blocks.
             wait_seconds: how long to wait for copies of blocks.
         """
+        if self._most_room(user) < num_blocks:
+            return False
         if self._has_room(num_blocks):
             return True
-        spares = self._holdings_ahead()
-        if spares:
+        spares = [
+            holding for holding in self._holdings.values() if holding.spare and holding is not user
+        ]
+        if spares or self._parked is not None:
             calls = self.engine.calls()
+            self._record_parked(calls)
             for holding in spares:
                 if holding.lease is not None:
                     calls.truncate(holding.lease, holding.given * self._block_tokens)
             self._record_step(calls)
             calls.run(raise_errors=False)
             for holding in spares:
-                self._update_table(holding)
+                self._read_table(holding, holding.given)
             if self._has_room(num_blocks):
                 return True
         if self._wait_for_departures(wait_seconds) and self._has_room(num_blocks):
             return True
-        statistics = self.engine.cache_statistics()
-        if statistics.attention.device.free + statistics.evictable_blocks < num_blocks:
+        if self.engine.free_device_blocks + self.engine.evictable_device_blocks < num_blocks:
             return False
         if wait_seconds:
             return self._wait_for_saves(num_blocks, wait_seconds)
@@ -753,6 +832,17 @@ class RequestBlocks:
         calls.run()
         self._room = num_blocks if has_room.value else 0
         return has_room.value
+
+    def _most_room(self, user: Holding | None) -> int:
+        """Return the number of blocks that a request finds at most. Does not cross."""
+        room = self.engine.free_device_blocks + self.engine.evictable_device_blocks + self._spare
+        if user is not None:
+            room -= user.spare
+        if self._parked is not None:
+            room += self._parked.given
+        return room + sum(
+            len(holding.table) for holding in (*self._leaving, *self._onloading.values())
+        )
 
     def _wait_for_departures(self, wait_seconds: float) -> bool:
         """Release ended requests when their onloads have arrived; return True if there are any.
@@ -814,30 +904,32 @@ class RequestBlocks:
     def _grant(self, lease: SyncLease, prefill_tokens: int, onload: bool) -> tuple[Hit, int]:
         """Take the cached prefix of a prompt, and with it the blocks of its next batch.
 
-        The scheduler asks for these next, which needs no crossing then; if the batch completes the
-        prompt, for the blocks of its first generated tokens, too. They are taken only if there is
-        room for a further step, so that the scheduler does not refuse the request. On the loop.
+        The scheduler asks for these next, which needs no crossing then. Without room for them, and
+        for a request that waits for its onload, only the prefix is taken. If the batch completes
+        the prompt, the blocks of its first generated tokens are taken, too, but only if there is
+        room for a further step. On the loop.
 
         Returns:
             The granted prefix by tier, and the number of blocks that can be taken for sure.
         """
-        inner, size, cache = lease.inner, self._block_tokens, self.engine.cache
-        hit = _grant_hit(inner, onload)
-        if self._sizes.write_policy == "write_back":
-            return hit, self._free_blocks(0)
+        inner, size, cache, hit = lease.inner, self._block_tokens, self.engine.cache, lease.hit
+        limit = self._sizes.step_blocks(len(self._holdings))
         end = min(prefill_tokens, hit.total + self._sizes.batch_tokens)
         blocks = max(-(-end // size) - hit.total // size, 0)
         if end == prefill_tokens and -end % size <= self._sizes.decode_slots + 1:
-            blocks += self._sizes.decode_blocks  # due when the first token has arrived
-        limit = self._sizes.step_blocks(len(self._holdings))
-        room = cache.allocatable_blocks(reserve_blocks=0, limit=limit + blocks)
-        if not blocks or room < limit + blocks or hit.total != inner.hit.total:
-            return hit, min(room, limit)
-        if hit.total:
-            cache.extend([inner], blocks * size)
-        else:
-            inner.try_allocate(blocks * size, reserve_blocks=0)
-        return hit, limit
+            ahead = self._sizes.decode_blocks  # due when the first token has arrived
+            room = cache.free_device_blocks + cache.evictable_device_blocks
+            if room >= hit.total // size + blocks + ahead + limit:
+                blocks += ahead
+        has_all = False
+        if blocks and not hit.host_tokens:
+            with suppress(RequestTooLarge):
+                has_all = inner.try_allocate(hit.total + blocks * size, reserve_blocks=0)
+        if not has_all:
+            hit = _grant_hit(inner, onload)
+        if self._sizes.write_policy == "write_back":
+            return hit, cache.free_device_blocks
+        return hit, cache.allocatable_blocks(reserve_blocks=0, limit=limit)
 
     def _free_blocks(self, num_blocks: int) -> int:
         """Evict until ``num_blocks`` blocks hold nothing, and return how many do. On the loop.
@@ -884,8 +976,10 @@ def _grant_hit(lease: Lease, onload: bool) -> Hit:
     return Hit(0, 0)
 
 
-def _append(holding: Holding, lease: SyncLease, tokens: list[int]) -> None:
-    """Name generated tokens. If they are refused, their request shares no further block.
+def _append_and_commit(
+    holding: Holding, lease: SyncLease, tokens: list[int], computed: int
+) -> None:
+    """Name generated tokens, and commit. If they are refused, the request shares no further block.
 
     Tokens that come later would be named at the positions of the refused ones. On the loop.
     """
@@ -894,7 +988,7 @@ def _append(holding: Holding, lease: SyncLease, tokens: list[int]) -> None:
     except AiokvError as error:
         _log_unshared(holding.request, error)
         holding.shares_blocks = False
-        raise
+    lease.inner.commit(computed)
 
 
 def _log_unshared(request: Request, error: BaseException) -> None:

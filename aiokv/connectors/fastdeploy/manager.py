@@ -451,10 +451,7 @@ class CacheManager:
         has_scheduled, self._has_scheduled = self._has_scheduled, False
         if not self._host.has_ranks or step == self._sent_step:
             return None
-        counts = self.engine.cache_statistics()
-        if not (
-            has_scheduled or counts.attention.device.in_flight or counts.attention.host.in_flight
-        ):
+        if not (has_scheduled or blocks.has_copies):
             return None
         self._sent_step = step
         return step_metadata(step)
