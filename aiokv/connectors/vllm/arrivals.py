@@ -106,26 +106,41 @@ class Arrivals:
         """Return True if vLLM was told of a load whose end the workers have yet to report."""
         return request_id in self._unreported
 
+    def suits_step(self, num_blocks: int, num_computing: int) -> bool:
+        """Return True if the step that is being scheduled should wait for a load that begins now.
+
+        Args:
+            num_blocks: number of blocks of the load, and of those that begin before it.
+            num_computing: number of other requests that the step computes.
+        """
+        return self.steps_wait and self._is_short(self._link.seconds_of(num_blocks), num_computing)
+
+    def join(self, cached: CachedRequest) -> None:
+        """Let the step that is being built wait for the load of a request that it computes."""
+        if cached.onload is not None:
+            cached.onload.is_told = True
+            self._unreported.add(cached.request_id)
+            self._waits.append(cached)
+
     def add_to(
-        self, reported: set[str] | None, loading: dict[str, CachedRequest], num_requests: int
+        self, reported: set[str] | None, loading: dict[str, CachedRequest], num_computing: int
     ) -> set[str] | None:
         """Return the requests whose loads vLLM shall take as ended.
 
         Args:
             reported: those that the workers have reported.
             loading: requests that wait for a load, or hold loaded blocks, in order of their loads.
-            num_requests: number of requests, including these.
+            num_computing: number of requests that the next step computes without more reports.
         """
         ended = set(reported or ())
         for request_id in ended:
-            if request_id in loading and (onload := loading[request_id].onload) is not None:
+            onload = loading[request_id].onload if request_id in loading else None
+            if onload is not None and not onload.is_told:
                 onload.is_told = True
+                num_computing += 1
         known = ended & self._unreported
         self._unreported -= known
         ended -= known
-        num_computing = num_requests - sum(
-            cached.onload is None or not cached.onload.is_told for cached in loading.values()
-        )
         for request_id, cached in loading.items():
             onload = cached.onload
             if onload is None or onload.is_told or onload.layers is None:
@@ -143,16 +158,19 @@ class Arrivals:
         return ended or None
 
     def _ends_in_time(self, cached: CachedRequest, num_computing: int) -> bool:
-        """Return True if the next step should wait for the rest of a load.
+        """Return True if the next step should wait for the rest of a load."""
+        if not self.steps_wait or cached.onload is None or cached.onload.layers is None:
+            return False
+        return self._is_short(self._link.seconds_left(cached.onload.layers), num_computing)
+
+    def _is_short(self, left: float, num_computing: int) -> bool:
+        """Return True if a step should wait for a load that ends after ``left`` seconds.
 
         If this step does not, the request begins a step later. If it does, all requests of the
         step wait for the part of the load that is not copied while the steps in flight, and the
         first layers of this step, are computed. The smaller sum of delays is chosen. A step without
         other requests waits for at most ``step_wait_seconds``, because new requests wait for it.
         """
-        if not self.steps_wait or cached.onload is None or cached.onload.layers is None:
-            return False
-        left = self._link.seconds_left(cached.onload.layers)
         if num_computing == 0:  # vLLM asks again after an empty step, and may have a new request
             return left <= self._link.step_wait_seconds
         step = self._pace.step_seconds

@@ -105,6 +105,11 @@ class FreedBlocks:
         """The last step that has ended."""
         return self._ended_step
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in use when a step or a transfer last ended, or more."""
+        return sum(len(use.block_ids) for use in self._uses)
+
     def note_ended(self, step: int) -> None:
         """Note that all steps up to ``step`` have ended."""
         self._ended_step = max(self._ended_step, step)

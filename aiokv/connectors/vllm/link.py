@@ -71,6 +71,12 @@ class LoadQueue:
         ends = (load.end for load in self._loads if load.moving is moving and not moving.is_done)
         return max(next(ends, 0.0) - self._clock(), 0.0)
 
+    def seconds_of(self, num_blocks: int) -> float:
+        """Return the expected time until a load that begins now ends, behind those in flight."""
+        self._forget()
+        front = max(self._loads[-1].end - self._clock(), 0.0) if self._loads else 0.0
+        return front + self._seconds(num_blocks)
+
     def suits_step(self, num_blocks: int, *, deferred_blocks: int, has_others: bool) -> bool:
         """Return True if the step that computes a request should wait for its load.
 

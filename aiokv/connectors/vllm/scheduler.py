@@ -37,7 +37,7 @@ from aiokv.connectors.vllm.requests import (
     is_cacheable,
     names_of,
 )
-from aiokv.errors import AiokvError, BrokenEngineError
+from aiokv.errors import AiokvError, BrokenEngineError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -195,17 +195,35 @@ class SchedulerHalf:
         return self._blocks_of(cached) - local // self._block_tokens > self._room
 
     def _suits_step(self, cached: CachedRequest, found: int) -> bool:
+        """Return True if the step that is being scheduled should wait for the load of a request."""
+        num_blocks = found // self._block_tokens
+        deferred_blocks = sum(self._num_loading(other) for other in self._deferred)
         if not self._layerwise:
-            return False
+            # vLLM takes the blocks that it has freed last only after all other free ones. A load to
+            # blocks that something still uses would hold the step.
+            has_unused = self._blocks_of(cached) + self._freed.num_blocks <= self._pool.num_free
+            return has_unused and self._arrivals.suits_step(
+                deferred_blocks + num_blocks, self._num_computing
+            )
         return self._link.suits_step(
-            found // self._block_tokens,
-            deferred_blocks=sum(self._num_loading(other) for other in self._deferred),
+            num_blocks,
+            deferred_blocks=deferred_blocks,
             has_others=self._computes_more
             or any(
                 request_id in self._requests and request_id != cached.request_id
                 for request_id in self._last_scheduled
             ),
         )
+
+    @property
+    def _num_computing(self) -> int:
+        """Number of requests that have their blocks, and neither wait for a load nor for vLLM."""
+        waiting = self._waiting.keys() | {
+            request_id
+            for request_id, cached in self._loading.items()
+            if cached.onload is None or not cached.onload.is_told
+        }
+        return len(self._requests) - len(waiting)
 
     def _match(self, request: Request, local: int) -> CachedRequest:
         """Return a request with a lease, or without one if it is computed without the cache."""
@@ -322,7 +340,8 @@ class SchedulerHalf:
         self._computes_more |= num_loaded == 0 or cached.loads_in_step
         first = cached.local
         if num_loaded:
-            cached.onload = Onload(first, first + num_loaded, cached.loads_in_step, self._step)
+            in_step = cached.loads_in_step and self._layerwise
+            cached.onload = Onload(first, first + num_loaded, in_step, self._step)
         if is_first and self._queued is not None:
             self._queued += cached.queued_tokens
         if num_loaded == 0:
@@ -368,7 +387,7 @@ class SchedulerHalf:
                 continue
             # A step in flight may read blocks of windows and states that vLLM has freed since.
             after_step = onload.after_step if self._groups.sides else 0
-            if onload.in_step:
+            if cached.loads_in_step:
                 self._wait_until_unused(self._targets(cached), after_step)
             elif after_step > self._freed.ended_step or self._freed.are_used(self._targets(cached)):
                 self._deferred.append(cached)
@@ -389,7 +408,7 @@ class SchedulerHalf:
                     cached.table[:blocks],
                     computed_tokens=onload.first,
                     # A step waits for its loads, so they are not copied behind other ones.
-                    priority=0 if onload.in_step else cached.parameters.load_priority,
+                    priority=0 if cached.loads_in_step else cached.parameters.load_priority,
                     groups=cached.tables.sides_of_hit(self._groups, blocks),
                 )
                 answers.append((cached, cached.lease, answer))
@@ -407,8 +426,15 @@ class SchedulerHalf:
                 cached.assigned = onload.end // self._block_tokens
                 self._cache.note_load(layers)
                 self._link.add(layers, self._num_loading(cached))
-                if cached.onload is not None and not cached.onload.in_step:
-                    cached.onload.layers = layers
+                if not onload.in_step:
+                    onload.layers = layers
+                    if cached.loads_in_step:
+                        self._arrivals.join(cached)
+            elif cached.loads_in_step and not onload.in_step:
+                raise TransferError(
+                    f"the load of request {cached.request_id} could not begin, and vLLM has "
+                    "scheduled its step"
+                )
             ids = () if layers is None else layers.transfer_ids
             self._loads.append(
                 Load(cached.request_id, ids, targets, onload.in_step, failed=layers is None)
@@ -593,7 +619,7 @@ class SchedulerHalf:
         Args:
             reported: those whose loads had ended when the workers began the step.
         """
-        return self._arrivals.add_to(reported, self._loading, len(self._requests))
+        return self._arrivals.add_to(reported, self._loading, self._num_computing)
 
     def _check_waited(self, step: int) -> None:
         """Check the loads for which steps up to ``step`` have waited.

@@ -57,7 +57,8 @@ class Server:
 
     def told(self, reported: set[str] | None = None, computing: int = 0) -> Any:
         """Return the loads that vLLM takes as ended."""
-        return self.arrivals.add_to(reported, self.loading, computing + len(self.loading))
+        told = sum(cached.onload.is_told for cached in self.loading.values() if cached.onload)
+        return self.arrivals.add_to(reported, self.loading, computing + told)
 
 
 def test_a_load_that_has_arrived_is_told_before_its_report_and_once() -> None:
@@ -128,6 +129,29 @@ def test_a_load_behind_another_does_not_delay_the_request_of_the_first() -> None
     server.load("a", 30)
     server.load("b", 30)
     assert server.told() == {"a"}
+
+
+def test_a_short_load_joins_the_step_that_is_scheduled() -> None:
+    server = Server()
+    assert server.arrivals.suits_step(50, 0)
+    assert not server.arrivals.suits_step(51, 0)  # a new request would wait for this step
+    assert server.arrivals.suits_step(20, 1)
+    assert not server.arrivals.suits_step(21, 1)
+    server.load("a", 10)
+    assert server.arrivals.suits_step(10, 1)
+    assert not server.arrivals.suits_step(11, 1)  # it is copied behind the other one
+    assert not Server(steps_wait=False).arrivals.suits_step(1, 0)
+
+
+def test_a_request_that_joins_a_step_is_not_told_by_its_report() -> None:
+    server = Server()
+    load = server.load("a", 10)
+    server.arrivals.join(server.loading["a"])
+    assert server.arrivals.is_unreported("a")
+    assert server.arrivals.take_waits() == [server.loading["a"]]
+    load.has_arrived = True
+    assert server.told({"a"}) is None
+    assert not server.arrivals.is_unreported("a")
 
 
 def test_the_prompt_of_a_step_in_flight_counts() -> None:

@@ -676,6 +676,69 @@ def test_load_of_a_step_waits_for_the_step_that_writes_freed_blocks(
     assert server.outputs["b"] == generate(tokens, 0, 3)
 
 
+def scheduled_steps(server: Server) -> list[Any]:
+    """Return a list to which the server adds the steps that it schedules."""
+    outputs: list[Any] = []
+    schedule = server.scheduler.schedule
+
+    def note() -> Any:
+        outputs.append(schedule())
+        return outputs[-1]
+
+    server.scheduler.schedule = note
+    return outputs
+
+
+def test_with_auto_a_request_joins_the_step_of_its_match(make_server: MakeServer) -> None:
+    server = make_server(async_scheduling=True)
+    tokens = evicted_prompt(server, 1)
+    steps = scheduled_steps(server)
+    request = server.add("b", tokens, 3)
+    server.run()
+    assert steps[0].num_scheduled_tokens == {"b": 1}
+    assert steps[0].kv_connector_metadata.waits == ["b"]
+    assert server.loaded(request) == 40
+    assert server.outputs["b"] == generate(tokens, 0, 3)
+
+
+def test_with_auto_a_request_joins_no_step_that_would_wait_for_freed_blocks(
+    make_server: MakeServer,
+) -> None:
+    server = make_server(num_blocks=14, async_scheduling=True)
+    server.scheduler.defer_block_free = False
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    server.run()
+    server.drain()
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+    server.add("aborted", prompt(2, 17), 20)
+    for _ in range(3):
+        server.step()
+    server.abort("aborted")
+    steps = scheduled_steps(server)
+    request = server.add("b", tokens, 3)
+    server.run()
+    assert steps[0].num_scheduled_tokens == {}
+    assert server.loaded(request) == 40
+    assert server.outputs["b"] == generate(tokens, 0, 3)
+
+
+def test_with_auto_a_load_that_cannot_begin_in_its_step_ends_the_server(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has scheduled the step, which would compute with blocks of unknown content."""
+    server = make_server(async_scheduling=True)
+    tokens = evicted_prompt(server, 1)
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise TransferError("refused")
+
+    monkeypatch.setattr(Lease, "assign", refuse)
+    server.add("b", tokens, 3)
+    with pytest.raises(TransferError, match="the load of request b could not begin"):
+        server.run()
+
+
 def test_load_of_a_step_waits_for_the_step_that_writes_blocks_of_a_preempted_request(
     async_server: Server, waits: list[int]
 ) -> None:
