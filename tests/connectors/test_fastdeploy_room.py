@@ -230,6 +230,28 @@ def test_a_request_under_write_back_crosses_once_for_its_blocks(monkeypatch):
         finish(manager, request)
 
 
+def test_a_new_request_with_host_memory_crosses_once_per_schedule(monkeypatch):
+    with opened(64, 64, write_policy="write_through", batch_tokens=16) as manager:
+        manager.open()
+        counts = count_crossings(monkeypatch)
+        steps = []
+        for number in range(4):
+            counts.clear()
+            request = Request(str(number), prompt(number, 3))
+            manager.match_prefix(request)
+            assert manager.can_allocate_device_blocks(3)
+            request.block_tables = manager.allocate_device_blocks(request, 3)
+            request.num_computed_tokens = 3 * BLOCK
+            manager.issue_pending_backup_to_batch_request()
+            steps.append(manager.blocks.last_step)
+            assert len(counts) == 1 + number % 2, "every second batch closes the step"
+        assert steps == [0, 1, 1, 2]
+        manager.issue_pending_backup_to_batch_request()
+        assert manager.blocks.last_step == 3
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
+        assert manager.engine.statistics().attention.offloaded_blocks == 4 * 3
+
+
 def test_room_under_write_back_is_made_when_it_is_promised():
     """Later, a free block of host memory would let evicted blocks wait for their saves."""
     with opened(8, 0, write_policy="write_back") as manager:

@@ -86,6 +86,7 @@ class RequestBlocks:
         self._schedules = 0  # number of batches since the last look at all requests
         self._prefilling: list[Holding] = []  # requests to look at after each batch
         self._has_changed = False  # whether blocks were taken since the last step was closed
+        self._may_wait = False  # True if the step may stay open until the next batch
         self._prefill_times: list[tuple[int, float]] = []  # to tell the engine in a crossing
         self._spare = 0  # sum of the spare blocks of `_holdings` and `_parked`
         self._matched: Holding | None = None  # request of the last match, until blocks are taken
@@ -164,11 +165,14 @@ class RequestBlocks:
                 return holding
             holding.lease = self._match(calls, holding, tokens, read=True)
             granted = calls.add(self._grant, holding.lease, holding.prefill_tokens, onload)
-            self._has_changed = True
+            may_wait = self._may_wait or not self._has_changed
+            self._has_changed, self._may_wait = True, False
             calls.run(raise_errors=False)
             self._note_looks(looked, ahead, extended)
             if granted.error is None:
                 holding.hit, self._room = granted.value
+                saves_first = self._sizes.write_policy == "write_back"
+                self._may_wait = may_wait and not (saves_first or holding.hit.host_tokens)
                 self._read_table(holding, holding.hit.total // self._block_tokens)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
@@ -451,6 +455,13 @@ class RequestBlocks:
             self._onloading.clear()
             self._parked = None
 
+    def close_step(self) -> None:
+        """Close the open step, so that the next ``end_schedule`` returns it or a later one."""
+        with self._lock:
+            calls = self.engine.calls()
+            self._record_step(calls)
+            calls.run()
+
     def end_schedule(self) -> int:
         """Note that a batch has been scheduled, in one crossing or none.
 
@@ -458,7 +469,8 @@ class RequestBlocks:
         what earlier batches compute, takes blocks ahead for requests that need some soon, asks for
         the room of the next step, and closes the step. The first match of a ``schedule()`` does the
         first two in its own crossing. Without a host tier, no transfer waits for the end of a step,
-        so that it may end later.
+        so that it may end later. A batch with new requests leaves the step open, unless an onload
+        waits: the next batch commits their prompts, and closes it in the same crossing.
 
         Returns:
             Number of the step that the workers close before they compute the batch.
@@ -471,7 +483,9 @@ class RequestBlocks:
             self._schedules += 1
             has_host = self._sizes.host_blocks > 0
             looks = self._schedules >= self._sizes.look_schedules and bool(self._holdings)
-            has_changed = self._holds_step or (has_host and self._has_changed)
+            waits = self._may_wait and bool(self._prefilling)
+            self._may_wait = False
+            has_changed = self._holds_step or (has_host and self._has_changed and not waits)
             is_left = self._parked is not None and self._parked_in + 1 < self._batch
             if not (looks or has_changed or is_left or self._prefilling or self._leaving):
                 self._has_committed = False
@@ -490,7 +504,7 @@ class RequestBlocks:
                 for holding in due:
                     self._record_commit(calls, holding)
             looked: list[Holding] = []
-            if looks or (has_host and (len(calls) or self._has_changed)):
+            if looks or (has_host and (len(calls) or has_changed)):
                 looked = due = self._record_commits(calls)
                 self._schedules = 0
             self._note_prefill(due)
@@ -802,14 +816,18 @@ class RequestBlocks:
             user: the request that needs them, and keeps its spare blocks.
             wait_seconds: how long to wait for copies of blocks.
         """
-        if self._most_room(user) < num_blocks:
-            return False
+        empty = self.engine.free_device_blocks + self.engine.evictable_device_blocks
+        held = self._spare - (0 if user is None else user.spare)
+        held += 0 if self._parked is None else self._parked.given
+        leaving = sum(len(left.table) for left in (*self._leaving, *self._onloading.values()))
+        if empty + held + leaving < num_blocks:
+            return False  # no crossing
         if self._has_room(num_blocks):
             return True
-        spares = [
-            holding for holding in self._holdings.values() if holding.spare and holding is not user
-        ]
-        if spares or self._parked is not None:
+        if held:
+            spares = [
+                other for other in self._holdings.values() if other.spare and other is not user
+            ]
             calls = self.engine.calls()
             self._record_parked(calls)
             for holding in spares:
@@ -832,17 +850,6 @@ class RequestBlocks:
         calls.run()
         self._room = num_blocks if has_room.value else 0
         return has_room.value
-
-    def _most_room(self, user: Holding | None) -> int:
-        """Return the number of blocks that a request finds at most. Does not cross."""
-        room = self.engine.free_device_blocks + self.engine.evictable_device_blocks + self._spare
-        if user is not None:
-            room -= user.spare
-        if self._parked is not None:
-            room += self._parked.given
-        return room + sum(
-            len(holding.table) for holding in (*self._leaving, *self._onloading.values())
-        )
 
     def _wait_for_departures(self, wait_seconds: float) -> bool:
         """Release ended requests when their onloads have arrived; return True if there are any.

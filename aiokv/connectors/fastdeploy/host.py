@@ -100,6 +100,7 @@ class EngineHost:
                 blocks.lose_all()
                 engine = blocks.engine
                 engine.call(engine.cache.restart_ranks)
+                blocks.close_step()  # for these workers, all earlier steps are closed
                 if self.has_stores:
                     with engine.updating_weights(CONTROL_SECONDS):
                         pass

@@ -448,9 +448,9 @@ class CacheManager:
             return None
         self.metrics.publish()
         step = blocks.end_schedule()
-        has_scheduled, self._has_scheduled = self._has_scheduled, False
         if not self._host.has_ranks or step == self._sent_step:
             return None
+        has_scheduled, self._has_scheduled = self._has_scheduled, False
         if not (has_scheduled or blocks.has_copies):
             return None
         self._sent_step = step
