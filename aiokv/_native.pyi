@@ -516,9 +516,14 @@ class Core:
 
     def extend(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_tokens: int) -> bool: ...
 
-    def commit_blocks(self, lease: int, ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], group_ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, step: int = 0) -> int:
+    def commit_blocks(self, lease: int, ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], group_ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, step: int = 0, kept_blocks: int = 0) -> int:
         """
         assign() ids whose positions are computed, append() tokens, and commit() all positions of the table.
+        """
+
+    def retire(self, lease: int, label: str = '') -> bool:
+        """
+        Drop the refs of a lease whose ids the server's cache keeps. Return False if it could not save blocks later.
         """
 
     def assign(self, lease: int, ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], computed_tokens: int = 0, group_ids: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:

@@ -749,6 +749,7 @@ class Lease(Unique):
         tokens: TokenIds,
         *,
         groups: Mapping[str, TokenIds] | None = None,
+        kept_blocks: int = 0,
     ) -> int:
         """Set device blocks that are computed, and their tokens, and share them.
 
@@ -760,6 +761,10 @@ class Lease(Unique):
                 onloaded: the blocks cover ``cached_tokens``, and have the cached positions, too.
             tokens: as for ``append``.
             groups: as for ``assign``.
+            kept_blocks: number of leading blocks of the lease that the server's own cache will
+                keep. They are copied to host memory while it has free blocks; nothing is evicted
+                for their copies, except for those that copies of later blocks need. A later call
+                copies what is left.
 
         Returns:
             The number of blocks that became shareable, as for ``commit``.
@@ -773,13 +778,45 @@ class Lease(Unique):
         lease_id = record.held_id()
         group_ids = leases.read.group_ids(groups, len(block_ids)) if groups else None
         published = leases.apply(
-            leases.scheduler.commit_blocks(lease_id, block_ids, tokens, group_ids)
+            leases.scheduler.commit_blocks(lease_id, block_ids, tokens, group_ids, kept_blocks)
         )
         if leases.timers:
             leases.used(lease_id)
         if leases.tickets:
             leases.peer_tickets.committed(lease_id)
         return published
+
+    def retire(self, *, returns: str = "") -> bool:
+        """Drop the references to host blocks, because the server's own cache has the device blocks.
+
+        Call it when the request has ended. Of the copies in host memory, those of the lease are
+        evicted first from now on, if no other request needs them, so that host memory keeps what
+        the server has lost. Before the server reuses the blocks, call ``commit_blocks([], [])``,
+        which copies what host memory lacks, and ``release``.
+
+        Args:
+            returns: label of the request; see ``release``.
+
+        Returns:
+            False if the lease can copy no blocks later: release it. Nothing changed then. This is
+            so while a copy to its blocks is in flight, after a failed copy, with ``write=False``
+            or ``windows``, and after a reset.
+
+        Raises:
+            LeaseError: the lease was released.
+            UsageError: the engine owns the device blocks, or ``returns`` is no str or too long.
+            ClosedError: the engine is closed or closing.
+        """
+        if returns != "":
+            checks.label("returns", returns)
+        record = self.record
+        leases = record.leases
+        leases.check_open()
+        lease_id = record.live_id()
+        retires = leases.apply(leases.scheduler.retire(lease_id, returns))
+        if retires and leases.recordings.active:
+            leases.recordings.releases(lease_id, returns)
+        return retires
 
     @property
     def transfer_ids(self) -> tuple[int, ...]:

@@ -66,16 +66,23 @@ class ExternalBlocks:
         tokens: TokenIds,
         group_ids: NDArray[np.int32] | None,
         step: int,
+        kept_blocks: int,
     ) -> int:
         """Append computed blocks and tokens to a lease, and commit all its blocks."""
         commit = self._core.commit_blocks
         try:
-            published = commit(lease_id, block_ids, tokens, group_ids, step)  # type: ignore[arg-type]
+            published = commit(lease_id, block_ids, tokens, group_ids, step, kept_blocks)  # type: ignore[arg-type]
         except TypeError:  # neither arrays of int32 nor lists of such integers
             ids = as_block_ids(block_ids)
-            published = commit(lease_id, ids, as_tokens(tokens), group_ids, step)
+            published = commit(lease_id, ids, as_tokens(tokens), group_ids, step, kept_blocks)
         self.settle()
         return published
+
+    def retire(self, lease_id: int, returns: str) -> bool:
+        """Drop the refs of a lease, and keep its blocks; return False if it has to be released."""
+        retires = self._core.retire(lease_id, returns)
+        self._pending.withdrawn(lease_id)
+        return retires
 
     def settle(self) -> None:
         """Report the blocks that the last call of the core has queued, and the ended leases."""

@@ -73,6 +73,7 @@ TRANSITIONS: Final = (
     "append",
     "commit",
     "commit_blocks",
+    "retire",
     "extend",
     "advance_batch",
     "truncate",
@@ -649,6 +650,7 @@ class CacheScheduler:
         block_ids: TokenIds,
         tokens: TokenIds,
         group_ids: NDArray[np.int32] | None = None,
+        kept_blocks: int = 0,
     ) -> tuple[int, Effects]:
         """Append computed blocks of the server and tokens, and commit; see ``Lease.commit_blocks``.
 
@@ -657,6 +659,7 @@ class CacheScheduler:
             block_ids: ``[N]`` integers; as for ``tokens``, those of a list are converted natively.
             tokens: ``[M]`` integers.
             group_ids: as for ``assign``.
+            kept_blocks: see ``Lease.commit_blocks``.
 
         Returns:
             The number of blocks that became shareable.
@@ -665,7 +668,7 @@ class CacheScheduler:
             LeaseError, UsageError: as for ``assign`` and ``append``.
         """
         published = self._externals("commit_blocks").commit_blocks(
-            lease_id, block_ids, tokens, group_ids, self._clock.open
+            lease_id, block_ids, tokens, group_ids, self._clock.open, kept_blocks
         )
         if published and not self._clock.tracked:
             self._saver.want()
@@ -673,6 +676,11 @@ class CacheScheduler:
             self._pending.advanced(lease_id)
             return published, self._settle()
         return published, self._outbox.pending
+
+    @guarded
+    def retire(self, lease_id: int, returns: str = "") -> tuple[bool, Effects]:
+        """Drop the refs of a lease whose blocks the server's cache keeps; see ``Lease.retire``."""
+        return self._externals("retire").retire(lease_id, returns), self._outbox.pending
 
     def _externals(self, call: str) -> ExternalBlocks:
         if self._external is None:

@@ -49,6 +49,7 @@ VERBS: Final = (
     # External device blocks
     Verb(Lease.assign),
     Verb(Lease.commit_blocks),
+    Verb(Lease.retire),
     Verb(Lease.transfer_ids),
     Verb(Lease.is_idle, "direct"),
     Verb(Lease.idle, "future", run=on_loop.idle),

@@ -184,11 +184,17 @@ class RecordedVerbs:
 
     def commit_blocks(
         self, lease: SyncLease, block_ids: TokenIds, tokens: TokenIds, *, groups: Mapping[str,
-        TokenIds] | None = None
+        TokenIds] | None = None, kept_blocks: int = 0
     ) -> Answer[int]:
         """Set device blocks that are computed, and their tokens, and share them.
 
         See ``Lease.commit_blocks``.
+        """
+
+    def retire(self, lease: SyncLease, *, returns: str = '') -> Answer[bool]:
+        """Drop the references to host blocks, because the server's own cache has the device blocks.
+
+        See ``Lease.retire``.
         """
 
     def transfer_ids(self, lease: SyncLease) -> Answer[tuple[int, ...]]:
@@ -403,11 +409,18 @@ class LeaseVerbs:
         """
 
     def commit_blocks(
-        self, block_ids: TokenIds, tokens: TokenIds, *, groups: Mapping[str, TokenIds] | None = None
+        self, block_ids: TokenIds, tokens: TokenIds, *, groups: Mapping[str, TokenIds] | None =
+        None, kept_blocks: int = 0
     ) -> int:
         """Set device blocks that are computed, and their tokens, and share them.
 
         See ``Lease.commit_blocks``.
+        """
+
+    def retire(self, *, returns: str = '') -> bool:
+        """Drop the references to host blocks, because the server's own cache has the device blocks.
+
+        See ``Lease.retire``.
         """
 
     @property

@@ -79,6 +79,7 @@ EXTERNAL = (
     "integration/test_external_failures.py",
     "integration/test_external_control.py",
     "integration/test_external_groups.py",
+    "integration/test_external_retired.py",
 )
 
 # By the longest prefix of a path; EVERYTHING runs for each mutant that survives these tests.
@@ -371,6 +372,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "connectors/vllm/test_blocks.py",
         "connectors/vllm/test_link.py",
         "connectors/vllm/test_prefills.py",
+        "connectors/vllm/test_retired.py",
         "connectors/vllm/test_worker.py",
         "connectors/vllm/test_serving.py",
         "connectors/vllm/test_random_serving.py",

@@ -218,6 +218,28 @@ class ExternalMachine(RuleBasedStateMachine):
                 self.committed.append(tuple(caller.tokens[: (index + 1) * self.bt]))
 
     @precondition(lambda self: self.granted(assigned=True))
+    @rule(which=pick, kept=st.none() | pick)
+    def retire(self, which: int, kept: int | None) -> None:
+        """Drop the refs of a lease; copy what host memory lacks, except for some leading blocks."""
+        callers = self.granted(assigned=True)
+        caller = callers[which % len(callers)]
+        loads = self.core.onloads(caller.id)
+        before = self.core.block_table(caller.id).tolist(), self.core.cached_tokens(caller.id)
+        retires = self.core.retire(caller.id)
+        assert not (retires and (loads or not caller.writes or self.is_failed(caller)))
+        now = self.core.block_table(caller.id).tolist(), self.core.cached_tokens(caller.id)
+        assert now == before
+        if kept is None or not caller.computed == len(caller.table) * self.bt <= len(caller.tokens):
+            return
+        free = self.core.statistics().host_free
+        none = np.array([], np.int32)
+        queued = self.core.commit_blocks(caller.id, none, none, None, 0, kept)
+        if kept >= len(caller.table):
+            assert queued <= free
+        self.losses += kept > 0
+        self.note_queued(caller)
+
+    @precondition(lambda self: self.granted(assigned=True))
     @rule(which=pick, less=st.integers(1, 4))
     def truncate(self, which: int, less: int) -> None:
         callers = self.granted(assigned=True)

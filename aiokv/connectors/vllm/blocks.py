@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiokv.base.logs import Log
 
@@ -20,17 +20,23 @@ class VllmBlocks:
 
     Attributes:
         pool: the pool.
+        has_order: True if vLLM has a prefix cache, and a queue of free blocks to look at.
     """
 
     pool: BlockPool
 
     def __init__(self) -> None:
         self._cached: object = None
+        self.has_order = False
 
     def bind(self, pool: BlockPool) -> None:
         """Note the pool."""
         self.pool = pool
         self._cached = self._map()
+        queue = getattr(pool, "free_block_queue", None)
+        self.has_order = getattr(pool, "enable_caching", False) and hasattr(
+            queue, "fake_free_list_head"
+        )
         if self._cached is None:
             log.warning("vllm.resets_unseen")
 
@@ -49,6 +55,24 @@ class VllmBlocks:
     def num_free(self) -> int:
         """Number of blocks that vLLM can give to requests."""
         return int(self.pool.get_num_free_blocks())
+
+    @property
+    def size(self) -> int:
+        """Number of all blocks."""
+        return len(self.pool.blocks)
+
+    def is_used(self, block_id: int) -> bool:
+        """Return True if a request has the block."""
+        return bool(self.pool.blocks[block_id].ref_cnt > 0)
+
+    def next_to_reuse(self, count: int) -> list[int]:
+        """Return the first ``count`` free blocks, or all, in the order in which vLLM uses them."""
+        block: Any = self.pool.free_block_queue.fake_free_list_head
+        ids: list[int] = []
+        for _ in range(min(count, self.num_free)):
+            block = block.next_free_block
+            ids.append(block.block_id)
+        return ids
 
     def evict(self, block_ids: set[int]) -> None:
         """Remove blocks from vLLM's prefix cache."""

@@ -78,6 +78,11 @@ class HostCache:
         return self._engine
 
     @property
+    def host_blocks(self) -> int:
+        """Capacity of host memory in blocks."""
+        return self._engine.config.host_blocks
+
+    @property
     def is_usable(self) -> bool:
         """False after the engine has failed."""
         return self._failure is None

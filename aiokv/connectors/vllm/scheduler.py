@@ -37,6 +37,7 @@ from aiokv.connectors.vllm.requests import (
     is_cacheable,
     names_of,
 )
+from aiokv.connectors.vllm.retired import RetiredLeases
 from aiokv.errors import AiokvError, BrokenEngineError, TransferError
 
 if TYPE_CHECKING:
@@ -128,6 +129,11 @@ class SchedulerHalf:
         self._posted: _Commits | None = None  # the last commits, whose answers were not read yet
         self._last_scheduled: Mapping[str, int] = {}  # tokens of the last step, by request
         self._freed = FreedBlocks()
+        self._retired = RetiredLeases(
+            pool,
+            -(-step_tokens // groups.block_tokens),
+            None if groups.sides or options.stores else cache.host_blocks,
+        )
         self._prefills = PrefillClock()
 
     # --- schedule() -------------------------------------------------------------------------------
@@ -333,6 +339,13 @@ class SchedulerHalf:
         request that waits for its load.
         """
         cached = self._requests.get(request.request_id)
+        first_new = 0 if cached is None else cached.local // self._block_tokens
+        given = self._groups.blocks_of(block_ids, first_new)
+        # Another connector may load into them.
+        self._retired.note_given(given, is_counted=num_loaded > 0)
+        if not any(block_ids):  # vLLM 0.22 does not tell which blocks another connector loads
+            self._release_retired()
+            self._retired.stop()
         if cached is None:
             return
         cached.tables.set(self._groups, block_ids)
@@ -455,6 +468,7 @@ class SchedulerHalf:
         written = self._record(output)
         if self._groups.sides:
             compat.leave_unzeroed(output, self._loading_blocks())
+        self._retired.note_given(written)
         self._wait_for_transfers(written)
         self._begin_or_defer()
         waits = self._arrivals.take_waits()
@@ -640,16 +654,21 @@ class SchedulerHalf:
     ) -> None:
         """Commit the full blocks that are computed, and close the step, in one crossing.
 
-        It also releases the leases of the requests that have finished in the step. The engine makes
-        these calls while the next step is scheduled and computed.
+        It also releases or retires the leases of the requests that have finished in the step, and
+        lets retired leases end. The engine makes these calls while the next step is scheduled and
+        computed.
         """
         calls = self._cache.calls()
         committed = []
+        keeps = self._retired.keeps
         for cached in requests:
             blocks, lease = self._advance(cached), cached.lease
             if blocks > cached.committed and lease is not None:
-                committed.append((cached, self._add_commit(calls, lease, cached, blocks)))
-        if self._cache.is_usable and (committed or self._cache.closes_steps_on_ranks):
+                answer = self._add_commit(calls, lease, cached, blocks, keeps=keeps)
+                committed.append((cached, answer))
+        ends = self._end_retired(calls)
+        retired = self._retire_finished(calls, ends)
+        if self._cache.is_usable and (committed or ends or self._cache.closes_steps_on_ranks):
             if prefill is not None:
                 calls.note_prefill(*prefill)
             calls.step(event)  # transfers of the blocks wait for this event
@@ -658,16 +677,46 @@ class SchedulerHalf:
             if cached.saving and cached.lease is not None:
                 self._freed.add(cached.saving, 0, Watched(cached.lease, answer))
                 cached.saving = []
+        watched = self._cache.release_and_watch(
+            [end.lease for end in ends], calls, [end.label for end in ends]
+        )
+        self._posted = _Commits(calls, committed, retired)
+        for end, idle in zip(ends, watched, strict=True):
+            self._freed.add(end.block_ids, 0, idle)
+
+    def _end_retired(self, calls: Calls) -> list[_End]:
+        """Copy what host memory lacks of the retired leases whose blocks vLLM reuses soon.
+
+        Returns:
+            The leases, which have to be released.
+        """
+        ending = self._retired.take_ending() if self._cache.is_usable else []
+        for lease, block_ids, kept, valid in ending:
+            if kept < valid:
+                if valid < len(block_ids):
+                    calls.truncate(lease, valid * self._block_tokens)
+                calls.commit_blocks(lease, [], [], kept_blocks=kept)
+        return [_End(other.lease, other.block_ids) for other in ending]
+
+    def _retire_finished(self, calls: Calls, ends: list[_End]) -> list[_Retiring]:
+        """Retire the leases of the requests that have finished; add the others to ``ends``."""
         finished, self._finishing = self._finishing, []
-        released = [(cached, cached.lease) for cached in finished if cached.lease is not None]
+        retires = self._cache.is_usable and self._retired.should_retire
+        retired = []
         for cached in finished:
-            cached.lease = None
-        labels = [cached.parameters.returns for cached, _ in released]
-        leases = [lease for _, lease in released]
-        watched = self._cache.release_and_watch(leases, calls, labels)
-        self._posted = _Commits(calls, committed)
-        for (cached, _), idle in zip(released, watched, strict=True):
-            self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
+            lease, cached.lease = cached.lease, None
+            if lease is None:
+                continue
+            ids, label = cached.tables.ids(0, cached.assigned), cached.parameters.returns
+            if not (retires and ids):
+                if ids and self._retired.is_active:
+                    calls.commit_blocks(lease, [], [])
+                ends.append(_End(lease, ids, label))
+                continue
+            retired.append(_Retiring(lease, ids, calls.retire(lease, returns=label)))
+            self._retired.add(lease, ids)
+            self._freed.add(ids, 0, Watched(lease, retired[-1].answer))
+        return retired
 
     def _advance(self, cached: CachedRequest) -> int:
         """Return the number of blocks to commit; set ``due`` of a request that decodes."""
@@ -700,9 +749,14 @@ class SchedulerHalf:
             if answer.error is not None:
                 self._cache.succeeded([answer], f"commit of request {cached.request_id}")
                 self._leave_lease(cached)
+        for lease, ids, answer in posted.retired:
+            if answer.error is not None or not answer.value:
+                self._retired.remove(lease, ids)
+                (idle,) = self._cache.release_and_watch([lease])
+                self._freed.add(ids, 0, idle)
 
     def _add_commit(
-        self, calls: Calls, lease: SyncLease, cached: CachedRequest, blocks: int
+        self, calls: Calls, lease: SyncLease, cached: CachedRequest, blocks: int, *, keeps: bool
     ) -> Answer[Any]:
         end = max(blocks * self._block_tokens, cached.known_tokens)
         sides = cached.tables.sides_to_save(
@@ -713,9 +767,11 @@ class SchedulerHalf:
             cached.table[cached.assigned : blocks],
             cached.request.all_token_ids[cached.known_tokens : end],
             groups=sides,
+            kept_blocks=blocks if keeps else 0,
         )
         for side in sides.values():
             cached.saving += [block for block in side if block != NO_BLOCK]
+        self._retired.note_saved(blocks - cached.assigned)
         cached.known_tokens = end
         cached.assigned = cached.committed = blocks
         return answer
@@ -819,6 +875,11 @@ class SchedulerHalf:
         self._note_commits()
         for cached in [*self._requests.values(), *self._finishing]:
             self._leave_lease(cached)
+        self._release_retired()
+
+    def _release_retired(self) -> None:
+        if leases := self._retired.take_all():
+            self._cache.release_and_watch(leases)
 
     # --- statistics -------------------------------------------------------------------------------
 
@@ -850,16 +911,34 @@ class _Record(NamedTuple):
     ends: list[tuple[CachedRequest, int]]
 
 
+class _End(NamedTuple):
+    """A lease that is released with the commits of a step, and its blocks."""
+
+    lease: SyncLease
+    block_ids: list[int]
+    label: str = ""
+
+
+class _Retiring(NamedTuple):
+    """A lease that is retired with the commits of a step, and its blocks."""
+
+    lease: SyncLease
+    block_ids: list[int]
+    answer: Answer[bool]
+
+
 class _Commits(NamedTuple):
     """Commits whose answers were not read yet.
 
     Attributes:
         calls: the calls of the crossing.
         answers: the requests, with the answers of their commits.
+        retired: the leases that were to be retired.
     """
 
     calls: Calls
     answers: list[tuple[CachedRequest, Answer[Any]]]
+    retired: list[_Retiring]
 
 
 def _prompt_tokens(output: SchedulerOutput) -> int:

@@ -112,9 +112,14 @@ class Core {
     // Returns the newest unfinished step that is_idle() waits for, or 0.
     Step idle_after_step(LeaseId id) const { return external_.after_step(id); }
     // Assigns blocks whose positions are computed, appends tokens, and commits all positions of the
-    // table. Returns what commit() returns.
+    // table, of which the server keeps the first blocks on the device; see Lease::kept_blocks.
+    // Returns what commit() returns.
     std::uint32_t commit_blocks(LeaseId id, std::span<const BlockId> ids, Tokens tokens,
-                                std::span<const BlockId> group_ids, Step step);
+                                std::span<const BlockId> group_ids, Step step,
+                                std::uint32_t kept_blocks = 0);
+    // See ExternalBlocks::retire(). Returns false, changing nothing, if can_retire() does. `label`: as
+    // for release().
+    bool retire(LeaseId id, std::string_view label = {});
     // What has followed from calls with external blocks.
     struct Settled {
         std::vector<LeaseId> ended;     // released leases that waited for external saves only

@@ -92,6 +92,7 @@ class EvictableBlocks final : private SplitListener {
     // keep theirs.
     void retain(std::span<const NodeId> path, std::uint32_t priority, std::uint64_t end);
     void demote(std::span<const NodeId> path);
+    void demote(RunId run) { set_level(run, kDemotedLevel); }
     // Ends the retentions that end at `now` or before.
     void end_retentions(std::uint64_t now);
     // Call when a lease uses a run: a use ends a demotion.

@@ -48,7 +48,8 @@ class ExternalSaves {
 
     // Queues saves of the computed, named, full blocks of a lease that the host lacks, if the write
     // policy wants them, and of the copies of other groups. Stops before the first block that an
-    // onload writes. Returns the number of queued blocks.
+    // onload writes, and before one for which the host has no free block while the server keeps
+    // the block; see Lease::kept_blocks. Returns the number of queued blocks.
     std::uint32_t publish(Lease& lease);
     // Calls publish() again for granted leases whose last call has stopped at a block that an
     // onload wrote.
@@ -126,6 +127,7 @@ class ExternalSaves {
     };
 
     std::uint32_t queue_blocks(Lease& lease);
+    bool should_evict(const Lease& lease, std::size_t end) const;
     std::size_t target(Lease& lease);
     void count_uses(Lease& lease, std::size_t blocks);
     std::size_t before_written(Lease& lease, std::size_t blocks);

@@ -145,6 +145,7 @@ struct Lease {
 
     // Saves of external device blocks; see ExternalSaves.
     bool save_failed = false;          // true: saves no more blocks in this grant
+    std::uint32_t kept_blocks = 0;     // leading blocks that the server will keep on the device
     std::uint32_t counted_blocks = 0;  // leading blocks whose use is counted
     std::uint32_t due_blocks = 0;      // leading blocks that were used often enough
     std::uint64_t use_hash = 0;        // hash of the counted blocks

@@ -230,7 +230,8 @@ std::vector<LeaseId> Core::end_saved() {
 }
 
 std::uint32_t Core::commit_blocks(LeaseId id, std::span<const BlockId> ids, Tokens tokens,
-                                  std::span<const BlockId> group_ids, Step step) {
+                                  std::span<const BlockId> group_ids, Step step,
+                                  std::uint32_t kept_blocks) {
     Lease& lease = leases_.at(id);
     const bool is_first = lease.table.empty();
     const auto end =
@@ -244,7 +245,17 @@ std::uint32_t Core::commit_blocks(LeaseId id, std::span<const BlockId> ids, Toke
     peers_.check_commit(lease, static_cast<std::int64_t>(end));
     external_.assign(lease, ids, is_first ? static_cast<std::int64_t>(end) : 0, group_ids);
     publication_.append(lease, tokens, {});
+    lease.kept_blocks = kept_blocks;
     return publication_.commit(lease, lease.num_tokens, step);
+}
+
+bool Core::retire(LeaseId id, std::string_view label) {
+    Lease& lease = leases_.at(id);
+    if (!external_.can_retire(lease)) return false;
+    if (!label.empty()) residency_.on_label(lease, label);
+    promises_.withdraw(lease);
+    external_.retire(lease);
+    return true;
 }
 
 Core::Settled Core::settle() {

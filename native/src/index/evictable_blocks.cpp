@@ -96,7 +96,7 @@ void EvictableBlocks::retain(std::span<const NodeId> path, std::uint32_t priorit
 }
 
 void EvictableBlocks::demote(std::span<const NodeId> path) {
-    tree_.for_each_run_upwards(path, [this](RunId id, auto) { set_level(id, kDemotedLevel); });
+    tree_.for_each_run_upwards(path, [this](RunId id, auto) { demote(id); });
 }
 
 void EvictableBlocks::end_retentions(std::uint64_t now) {

@@ -296,6 +296,20 @@ void ExternalBlocks::give_up(Lease& lease) {
     lease.table.clear();
 }
 
+bool ExternalBlocks::can_retire(const Lease& lease) const {
+    return lease.is(LeaseState::kGranted) && !lease.table.empty() && lease.onloads.empty() &&
+           lease.flags.writes && !lease.save_failed && index_.is_of_epoch(lease) &&
+           !groups_.exist();
+}
+
+void ExternalBlocks::retire(Lease& lease) {
+    saves_.leave(lease);
+    const std::size_t attached = index_.attached_blocks(lease);
+    residency_.unref(lease.path);
+    residency_.give_way(std::span(lease.path).first(attached));
+    lease.path.clear();
+}
+
 void ExternalBlocks::add_to(CoreStatistics& statistics) const {
     statistics.onloaded_blocks += onloaded_;
     statistics.failed_blocks += failed_;

@@ -102,6 +102,7 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
     const std::size_t end = before_written(lease, target(lease));
     const bool saves = config_.write_policy != SavePolicy::kNone && !lease.save_failed;
     const bool has_groups = groups_.exist();
+    std::optional<bool> evicts;
     std::uint32_t queued = 0;
     for (std::size_t block = lease.path.size() + lease.saving.size(); block < end; ++block) {
         const Tokens tokens = Tokens(lease.tokens).subspan(block * size, size);
@@ -123,6 +124,10 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
         SaveId id = find(above, tokens, items);
         if (id == kNone) {
             if (!due) break;
+            if (!evicts && queue_.size() >= host_.free_blocks()) {
+                evicts = should_evict(lease, end);
+                if (!*evicts) break;
+            }
             id = queue(lease, block, above);
             ++queued;
         }
@@ -132,6 +137,20 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
     }
     announce_changed();
     return queued;
+}
+
+// Returns true if host blocks should be evicted for the copies of a lease. The copies of blocks that
+// the server keeps are those that eviction would otherwise take next. So the blocks that the server
+// may lose have to be at least as many as the kept ones that their copies hold in host memory.
+bool ExternalSaves::should_evict(const Lease& lease, std::size_t end) const {
+    const PrefixTree& tree = index_.tree();
+    const std::size_t kept = std::min<std::size_t>(lease.kept_blocks, end);
+    std::size_t first = kept;
+    for (; first > 0; --first) {
+        const std::size_t known = lease.path.size();
+        if (first <= known && tree.children(lease.path[first - 1]) > (first < known ? 1 : 0)) break;
+    }
+    return end > kept && end - kept >= kept - first;
 }
 
 // Returns the number of blocks before the first one that an onload writes. Later blocks were

@@ -53,6 +53,54 @@ std::uint32_t Residency::demote(std::span<const NodeId> path) {
     return static_cast<std::uint32_t>(last.size());
 }
 
+void Residency::give_way(std::span<const NodeId> path) {
+    std::size_t first = path.size();
+    std::size_t end = path.size();
+    const auto demote = [&] {
+        evictable_.demote(path.subspan(first, end - first));
+        end = first;
+    };
+    for (; first > 0; --first) {
+        const NodeId node = path[first - 1];
+        if (!may_give_way(node)) break;
+        const bool is_last = first == path.size();
+        if (tree_.children(node) > (is_last ? 0 : 1)) {
+            std::size_t most = 1;
+            while (most < first && tree_.children(path[first - 1 - most]) == 1) ++most;
+            if (!list_below(node, is_last ? kNone : path[first], most)) break;
+            demote();
+            for (; !scratch_.empty(); scratch_.pop_back()) {
+                const RunId run = tree_.run_of(scratch_.back());
+                if (tree_.runs()[run].last() == scratch_.back()) evictable_.demote(run);
+            }
+        }
+    }
+    demote();
+}
+
+// Returns true if no lease uses the block and no application retains it.
+bool Residency::may_give_way(NodeId node) const {
+    return tree_.refs(node) == 0 && tree_.run(node).level <= kDemotedLevel;
+}
+
+// Lists the blocks below a node in scratch_, parents first, without those below one child. Returns
+// false if they are more than `most`, or if one of them may not give way.
+bool Residency::list_below(NodeId top, NodeId except, std::size_t most) {
+    scratch_.clear();
+    const auto list = [&](NodeId node) {
+        if (scratch_.size() + tree_.children(node) > most + 1) return false;
+        tree_.for_each_child(node, [&](NodeId child) {
+            if (child != except) scratch_.push_back(child);
+        });
+        return true;
+    };
+    if (!list(top)) return false;
+    for (std::size_t i = 0; i < scratch_.size(); ++i) {
+        if (!may_give_way(scratch_[i]) || !list(scratch_[i])) return false;
+    }
+    return scratch_.size() <= most;
+}
+
 std::uint32_t Residency::forget(std::span<const NodeId> path) {
     const auto last = unshared(path);
     begin_eviction(EvictionCause::kRequest);

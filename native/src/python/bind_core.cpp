@@ -627,13 +627,18 @@ void bind_core(nb::module_& m) {
         .def(
             "commit_blocks",
             [](Core& core, LeaseId id, Tokens ids, Tokens tokens, std::optional<Tokens> group_ids,
-               Step step) {
-                return core.commit_blocks(id, ids, tokens, group_ids.value_or(Tokens()), step);
+               Step step, std::uint32_t kept_blocks) {
+                return core.commit_blocks(id, ids, tokens, group_ids.value_or(Tokens()), step,
+                                          kept_blocks);
             },
             "lease"_a, "ids"_a, "tokens"_a, "group_ids"_a = nb::none(), "step"_a = 0,
+            "kept_blocks"_a = 0,
             "assign() ids whose positions are computed, append() tokens, and commit() all "
             "positions "
             "of the table.")
+        .def("retire", &Core::retire, "lease"_a, "label"_a = "",
+             "Drop the refs of a lease whose ids the server's cache keeps. Return False if it could "
+             "not save blocks later.")
         .def(
             "assign",
             [](Core& core, LeaseId id, Tokens ids, std::int64_t computed_tokens,

@@ -14,6 +14,7 @@ from vllm.v1.request import RequestStatus
 from aiokv.connectors.vllm import compat, link, opening
 from aiokv.connectors.vllm.arrivals import StepPace
 from aiokv.connectors.vllm.cache import HostCache
+from aiokv.connectors.vllm.retired import Ending, RetiredLeases
 from aiokv.connectors.vllm.sources import EngineTransfers
 from aiokv.sync import SyncEngine
 from tests.connectors.vllm.configs import vllm_config
@@ -41,6 +42,10 @@ MODES: dict[str, dict[str, Any]] = {
     "no prefix cache, async scheduling": {"prefix_caching": False, "async_scheduling": True},
     "drafts": {"num_drafts": 3},
     "small host": SMALL_HOST,
+    "small host, async scheduling": {**SMALL_HOST, "load": "async", "async_scheduling": True},
+    "small host, slow": {**SMALL_HOST, "slow": True},
+    "small host, flaky": {**SMALL_HOST, "flaky": True},
+    "small host, two ranks": {**SMALL_HOST, "num_ranks": 2},
     "selective": {"write_policy": "nth_use:2"},
     "layerwise, async scheduling": {"load": "layerwise", "async_scheduling": True},
     "flaky": {"flaky": True},
@@ -249,6 +254,15 @@ class Walk:
         self.sessions: list[tuple[list[int], str | None, int]] = []
         self.num_waits = 0  # of steps for a copy
         self.num_in_step = 0  # waits of steps for one of their loads
+        self.num_saved_again = 0  # retired leases whose blocks were copied before vLLM reused them
+        take_ending = RetiredLeases.take_ending
+
+        def counted(leases: RetiredLeases) -> list[Ending]:
+            endings = take_ending(leases)
+            self.num_saved_again += sum(ending.kept < ending.valid for ending in endings)
+            return endings
+
+        monkeypatch.setattr(RetiredLeases, "take_ending", counted)
         self.num_beside = 0  # steps during which requests wait for loads
 
     def _move_until(self, idle: Idle, timeout: float) -> None:
@@ -349,6 +363,8 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert walk.server.num_loaded > 0, "nothing was loaded"
         if "layerwise, async scheduling" in mode:
             assert walk.num_step_waits > 0
+        if mode.startswith("small host"):
+            assert walk.num_saved_again > 0
         if "slow" in mode:
             assert walk.num_beside > 0
         if "slow, layerwise" in mode or "slow, auto" in mode:

@@ -144,6 +144,45 @@ def serve_and_check(server: Server, name: str, tokens: list[int], num_tokens: in
     return request
 
 
+def test_host_memory_adds_to_vllms_cache(make_server: MakeServer) -> None:
+    """The prompts fit in both caches together, and in neither of them."""
+    server = make_server({"cpu_bytes_to_use": 32 * 256}, num_blocks=33)
+    prompts = [prompt(seed, 41) for seed in range(5)]
+    for turn in range(4):
+        requests = []
+        for n, tokens in enumerate(prompts):
+            requests.append(serve_and_check(server, f"{turn}-{n}", tokens, 1))
+            server.drain()
+    assert [server.loaded(request) for request in requests] == [40] * 5
+
+
+@pytest.mark.parametrize(("beside", "loaded"), [("", 40), ("blocks", 0), ("no blocks", 0)])
+def test_blocks_that_another_connector_may_load_into_are_not_copied(
+    make_server: MakeServer, beside: str, loaded: int
+) -> None:
+    """In a ``MultiConnector``, vLLM 0.22 does not tell which blocks these are."""
+    server = make_server({"cpu_bytes_to_use": 32 * 256}, num_blocks=33)
+    for seed in range(5):
+        serve_and_check(server, f"fill {seed}", prompt(seed, 41), 1)
+        server.drain()
+    tokens = prompt(9, 41)
+    request = serve_and_check(server, "a", tokens, 1)
+    server.drain()
+    assert num_leases(server) > 0
+    pool = server.scheduler.kv_cache_manager.block_pool
+    blocks = [block for block in pool.blocks if block.block_hash is not None]
+    ids = [block.block_id for block in blocks] if beside == "blocks" else []
+    half = server.connector._scheduler
+    if beside:
+        half.allocated(request, (ids,), 0)
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+    flood(server, 9, 16)
+    server.drain()
+    assert server.loaded(serve_and_check(server, "again", tokens, 1)) == loaded
+    if beside == "no blocks":
+        assert num_leases(server) == 0
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_evicted_prompt_is_loaded(make_server: MakeServer, layout: str, load: str) -> None:
