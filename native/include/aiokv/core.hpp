@@ -117,8 +117,8 @@ class Core {
     std::uint32_t commit_blocks(LeaseId id, std::span<const BlockId> ids, Tokens tokens,
                                 std::span<const BlockId> group_ids, Step step,
                                 std::uint32_t kept_blocks = 0);
-    // See ExternalBlocks::retire(). Returns false, changing nothing, if can_retire() does. `label`: as
-    // for release().
+    // See ExternalBlocks::retire(). Returns false, changing nothing, if can_retire() does. `label`:
+    // as for release().
     bool retire(LeaseId id, std::string_view label = {});
     // What has followed from calls with external blocks.
     struct Settled {

@@ -70,8 +70,9 @@ class ExternalBlocks {
                 std::span<const BlockId> group_ids);
     // Drops the refs and the ids of the lease.
     void give_up(Lease& lease);
-    // Drops the refs of a lease whose request has ended, while the server's cache keeps its ids: its
-    // host copies are evicted first; see Residency::give_way(). The next commit takes refs again.
+    // Drops the refs of a lease whose request has ended, while the server's cache keeps its ids:
+    // its host copies are evicted first; see Residency::give_way(). The next commit takes refs
+    // again.
     void retire(Lease& lease);
     // Returns false while an onload writes ids of the lease, and if it publishes no blocks.
     bool can_retire(const Lease& lease) const;

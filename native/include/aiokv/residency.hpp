@@ -67,10 +67,10 @@ class Residency {
     // nothing uses. Returns their number.
     std::uint32_t demote(std::span<const NodeId> path);
     std::uint32_t forget(std::span<const NodeId> path);
-    // Call when another cache has the blocks of a path: their copies are evicted first, from the end
-    // of the path up to a block in use, or to one that has more blocks below another child than
-    // would become evictable above it. With a block, the blocks below its other children are evicted
-    // first, too.
+    // Call when another cache has the blocks of a path: their copies are evicted first, from the
+    // end of the path up to a block in use, or to one that has more blocks below another child than
+    // would become evictable above it. With a block, the blocks below its other children are
+    // evicted first, too.
     void give_way(std::span<const NodeId> path);
     void end_retentions(std::uint64_t now) { evictable_.end_retentions(now); }
     // Makes room for a lease from now on: the share of its salt is used up before other shares.

@@ -139,9 +139,10 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
     return queued;
 }
 
-// Returns true if host blocks should be evicted for the copies of a lease. The copies of blocks that
-// the server keeps are those that eviction would otherwise take next. So the blocks that the server
-// may lose have to be at least as many as the kept ones that their copies hold in host memory.
+// Returns true if host blocks should be evicted for the copies of a lease. The copies of blocks
+// that the server keeps are those that eviction would otherwise take next. So the blocks that the
+// server may lose have to be at least as many as the kept ones that their copies hold in host
+// memory.
 bool ExternalSaves::should_evict(const Lease& lease, std::size_t end) const {
     const PrefixTree& tree = index_.tree();
     const std::size_t kept = std::min<std::size_t>(lease.kept_blocks, end);

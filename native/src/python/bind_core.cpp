@@ -636,9 +636,10 @@ void bind_core(nb::module_& m) {
             "assign() ids whose positions are computed, append() tokens, and commit() all "
             "positions "
             "of the table.")
-        .def("retire", &Core::retire, "lease"_a, "label"_a = "",
-             "Drop the refs of a lease whose ids the server's cache keeps. Return False if it could "
-             "not save blocks later.")
+        .def(
+            "retire", &Core::retire, "lease"_a, "label"_a = "",
+            "Drop the refs of a lease whose ids the server's cache keeps. Return False if it could "
+            "not save blocks later.")
         .def(
             "assign",
             [](Core& core, LeaseId id, Tokens ids, std::int64_t computed_tokens,
