@@ -108,7 +108,7 @@ class RetiredLeases:
             block_ids: the blocks.
             is_counted: False for blocks that are noted again with their step.
         """
-        if not block_ids or not self._retired:
+        if not block_ids or not (self._retired or self._overtaken):
             return
         assert self._given_at is not None
         if is_counted:

@@ -668,7 +668,8 @@ class SchedulerHalf:
                 committed.append((cached, answer))
         ends = self._end_retired(calls)
         retired = self._retire_finished(calls, ends)
-        if self._cache.is_usable and (committed or ends or self._cache.closes_steps_on_ranks):
+        saves = committed or any(end.saves for end in ends)
+        if self._cache.is_usable and (saves or self._cache.closes_steps_on_ranks):
             if prefill is not None:
                 calls.note_prefill(*prefill)
             calls.step(event)  # transfers of the blocks wait for this event
@@ -696,7 +697,7 @@ class SchedulerHalf:
                 if valid < len(block_ids):
                     calls.truncate(lease, valid * self._block_tokens)
                 calls.commit_blocks(lease, [], [], kept_blocks=kept)
-        return [_End(other.lease, other.block_ids) for other in ending]
+        return [_End(other.lease, other.block_ids, other.kept < other.valid) for other in ending]
 
     def _retire_finished(self, calls: Calls, ends: list[_End]) -> list[_Retiring]:
         """Retire the leases of the requests that have finished; add the others to ``ends``."""
@@ -709,9 +710,10 @@ class SchedulerHalf:
                 continue
             ids, label = cached.tables.ids(0, cached.assigned), cached.parameters.returns
             if not (retires and ids):
-                if ids and self._retired.is_active:
+                saves = bool(ids) and self._retired.is_active
+                if saves:
                     calls.commit_blocks(lease, [], [])
-                ends.append(_End(lease, ids, label))
+                ends.append(_End(lease, ids, saves, label))
                 continue
             retired.append(_Retiring(lease, ids, calls.retire(lease, returns=label)))
             self._retired.add(lease, ids)
@@ -912,10 +914,11 @@ class _Record(NamedTuple):
 
 
 class _End(NamedTuple):
-    """A lease that is released with the commits of a step, and its blocks."""
+    """A lease that is released with the commits of a step, and its blocks, which it may save."""
 
     lease: SyncLease
     block_ids: list[int]
+    saves: bool
     label: str = ""
 
 

@@ -43,7 +43,7 @@ class Blocks:
         for block_id in ids:
             block = self.pool.blocks[block_id]
             if block.block_hash is None:
-                block.block_hash = f"{block_id}".encode()
+                block._block_hash = f"{block_id}".encode()
         self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(ids))
 
     def retire(self, lease: Any, ids: list[int]) -> list[int]:
@@ -85,6 +85,15 @@ def test_a_lease_of_which_blocks_have_another_use_has_only_the_blocks_before_the
     assert blocks.pool.blocks[ids[2]].ref_cnt == 0
     assert blocks.ending() == [("a", 0, 3)]
     assert blocks.ending() == []
+
+
+def test_all_gifts_before_a_lease_ends_are_noted() -> None:
+    blocks = Blocks()
+    ids = blocks.retire("a", blocks.take(5))
+    blocks.take(NUM_BLOCKS - 1 - 3)
+    blocks.take(1)
+    assert blocks.pool.blocks[ids[1]].ref_cnt == 0
+    assert blocks.ending() == [("a", 0, 2)]
 
 
 def test_blocks_that_newer_leases_share_are_kept() -> None:

@@ -279,6 +279,7 @@ def test_hit_ends_before_a_different_image(make_server: MakeServer) -> None:
     tokens = prompt(1, 41)
     server.add("a", tokens, 1, mm_features=[_image("cat", 18, 6)])
     server.run()
+    server.drain()
     same = server.add("same", tokens, 1, mm_features=[_image("cat", 18, 6)])
     other = server.add("other", tokens, 1, mm_features=[_image("dog", 18, 6)])
     server.run()
