@@ -11,6 +11,7 @@ A store may drop any block at any time. It must never return bytes that were sav
 
 from __future__ import annotations
 
+import mmap
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -86,6 +87,21 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
     view: memoryview
     group: str = ATTENTION
     quota_share: float = 1.0
+
+    @classmethod
+    def allocate(
+        cls, num_blocks: int, payload_bytes: int, pitch_bytes: int, quota_share: float = 1.0
+    ) -> StoreMemory:
+        """Return new memory, which is freed with its last view."""
+        view = memoryview(mmap.mmap(-1, num_blocks * pitch_bytes))
+        return cls(
+            address=np.frombuffer(view, np.uint8).ctypes.data,
+            num_blocks=num_blocks,
+            pitch_bytes=pitch_bytes,
+            payload_bytes=payload_bytes,
+            view=view,
+            quota_share=quota_share,
+        )
 
     @property
     def object_bytes(self) -> int:

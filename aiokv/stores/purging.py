@@ -98,16 +98,8 @@ async def _opened(url: str) -> AsyncIterator[Store]:
     """Open the store of a URL with host memory for one block, and close it."""
     (use,) = stores_from([url])
     size = mmap.PAGESIZE
-    pages = mmap.mmap(-1, size)
-    memory = StoreMemory(
-        address=np.frombuffer(pages, np.uint8).ctypes.data,
-        num_blocks=1,
-        pitch_bytes=size,
-        payload_bytes=size - TRAILER_BYTES,
-        view=memoryview(pages),
-    )
     try:
-        await use.store.open(memory)
+        await use.store.open(StoreMemory.allocate(1, size - TRAILER_BYTES, size))
         yield use.store
     finally:
         await use.store.aclose()

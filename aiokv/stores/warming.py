@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -135,14 +134,16 @@ async def warm(
         by_size[block.payload_bytes].append(block.key)
     result = Warming()
     for payload_bytes, keys in by_size.items():
-        memory = _memory(payload_bytes, len(keys))
+        pitch = pitch_bytes(payload_bytes, with_stores=True)
+        num_blocks = max(1, min(len(keys), _STAGING_BYTES // pitch))
+        memory = StoreMemory.allocate(num_blocks, payload_bytes, pitch)
         proof = Proof(memory)
         try:
             await source.open(memory)
             await target.open(memory)
             coldest_first = keys[::-1]
-            for i in range(0, len(keys), memory.num_blocks):
-                part = coldest_first[i : i + memory.num_blocks]
+            for i in range(0, len(keys), num_blocks):
+                part = coldest_first[i : i + num_blocks]
                 await _copy(source, target, proof, part, result)
                 advance(len(part))
         finally:
@@ -167,16 +168,3 @@ async def _copy(
     copied = int(np.isin(saved, (Result.DONE, Result.PRESENT)).sum())
     result.copied_blocks += copied
     result.refused_blocks += len(saved) - copied
-
-
-def _memory(payload_bytes: int, num_blocks: int) -> StoreMemory:
-    pitch = pitch_bytes(payload_bytes, with_stores=True)
-    num_blocks = max(1, min(num_blocks, _STAGING_BYTES // pitch))
-    pages = mmap.mmap(-1, num_blocks * pitch)
-    return StoreMemory(
-        address=np.frombuffer(pages, np.uint8).ctypes.data,
-        num_blocks=num_blocks,
-        pitch_bytes=pitch,
-        payload_bytes=payload_bytes,
-        view=memoryview(pages),
-    )

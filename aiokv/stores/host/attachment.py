@@ -63,7 +63,7 @@ class Attachment:
         self._below = below
         self._threads = threads
         self._share = share
-        self._requests = Requests(self._release, counts)
+        self._requests = Requests(None, self._release, counts)
         self._pinned: dict[int, NDArray[np.int32]] = {}  # slots of loads
         self._reserved: dict[int, tuple[bytes, NDArray[np.int32]]] = {}  # keys, slots of saves
 
@@ -103,7 +103,7 @@ class Attachment:
 
     async def aclose(self) -> None:
         """End the connection and its requests."""
-        await self._requests.aclose("the service is closing")
+        await self._requests.aclose()
 
     def _begin(self, number: int, request: Coroutine[Any, Any, bytes]) -> None:
         if number in self._pinned or number in self._reserved:

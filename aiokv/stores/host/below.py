@@ -8,7 +8,6 @@ lock its blocks in memory, and memory of the service moves between sizes.
 from __future__ import annotations
 
 import asyncio
-import mmap
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -73,7 +72,7 @@ class Below:
         self._pools = pools
         self._threads = threads
         count = max(2, min(2 * _MAX_BLOCKS, _STAGING_BYTES // pool.pitch_bytes))
-        self._memory = _memory(count, pool, share)
+        self._memory = StoreMemory.allocate(count, pool.payload_bytes, pool.pitch_bytes, share)
         self._proof = Proof(self._memory)
         blocks = np.arange(count, dtype=np.int32)
         self._save_blocks, self._load_blocks = blocks[: count // 2], blocks[count // 2 :]
@@ -222,15 +221,3 @@ class Below:
                 await asyncio.wait(unfinished)
         await self._guard.aclose()
         self._proof.close()
-
-
-def _memory(num_blocks: int, pool: SlotPool, share: float) -> StoreMemory:
-    view = memoryview(mmap.mmap(-1, num_blocks * pool.pitch_bytes))
-    return StoreMemory(
-        address=np.frombuffer(view, np.uint8).ctypes.data,
-        num_blocks=num_blocks,
-        pitch_bytes=pool.pitch_bytes,
-        payload_bytes=pool.payload_bytes,
-        view=view,
-        quota_share=share,
-    )

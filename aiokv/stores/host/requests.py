@@ -25,19 +25,21 @@ class Requests:
     end the connection.
 
     Args:
+        connection: gets the replies; None if it is not known yet.
         on_failure: called with the number of a request that has failed.
         counts: returns the counts of the replies.
 
     Attributes:
-        connection: gets the replies; None before it is known.
+        connection: as given, or set later.
     """
 
     def __init__(
         self,
+        connection: Connection[FromService, FromEngine] | None = None,
         on_failure: Callable[[int], None] = lambda number: None,
         counts: Callable[[], Counts] = Counts,
     ) -> None:
-        self.connection: Connection[FromService, FromEngine] | None = None
+        self.connection = connection
         self._on_failure = on_failure
         self._counts = counts
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -65,11 +67,16 @@ class Requests:
         if (task := self._tasks.pop(number, None)) is not None:
             task.cancel()
 
-    async def aclose(self, reason: str) -> None:
+    def cancel_all(self) -> None:
+        """End all requests without answers."""
+        for number in self.numbers:
+            self.cancel(number)
+
+    async def aclose(self) -> None:
         """End the connection and its requests."""
         tasks = set(self._tasks.values())
         if self.connection is not None:
-            self.connection.abort(reason)
+            self.connection.abort("the service is closing")
         await asyncio.sleep(0)  # then on_closed was called
         await all_ended(tasks)
 

@@ -31,15 +31,17 @@ from aiokv.stores.host.messages import (
     SERVICE_CODEC,
     Counts,
     Hello,
+    Newest,
+    Purge,
     Refuse,
     Report,
     Welcome,
 )
 from aiokv.stores.host.pools import SlotPools
-from aiokv.stores.host.visitor import Visitor
+from aiokv.stores.host.requests import Requests
 from aiokv.stores.threads import StoreThreads
-from aiokv.wire.connection import Connection, WireLimits
-from aiokv.wire.frames import FrameWriter
+from aiokv.wire.connection import Callbacks, Connection, WireLimits
+from aiokv.wire.frames import FrameWriter, ProtocolError
 from aiokv.wire.listener import Listener
 from aiokv.wire.sockets import HandshakeError, check_user, first_message, send_with_descriptor
 from aiokv.wire.unix import OwnedSocket
@@ -80,7 +82,7 @@ class HostService:
         self._socket: OwnedSocket | None = None
         self._listener: Listener[Connection[FromService, FromEngine]] | None = None
         # None between the handshake and the start of a process that attaches to no size.
-        self._peers: dict[Connection[FromService, FromEngine], Attachment | Visitor | None] = {}
+        self._peers: dict[Connection[FromService, FromEngine], Attachment | Requests | None] = {}
         self._disk: DiskStore | None = None
         if below is not None:
             if not isinstance(below.store, DiskStore):
@@ -213,7 +215,28 @@ class HostService:
         if isinstance(peer, Attachment):
             peer.start(connection)
         else:
-            self._peers[connection] = Visitor(self._pools, self._purge, connection)
+            self._peers[connection] = self._serve_visitor(connection)
+
+    def _serve_visitor(self, connection: Connection[FromService, FromEngine]) -> Requests:
+        """Answer a process that moves no objects, about those of all sizes."""
+        requests = Requests(connection)
+
+        def on_message(message: FromEngine) -> None:
+            match message:
+                case Purge():
+                    requests.begin(message.number, self._purged(message.label))
+                case Newest():
+                    pool = self._pools.pools.get((message.payload_bytes, message.pitch_bytes))
+                    keys = b"" if pool is None else pool.table.newest(message.count)
+                    requests.reply(message.number, keys)
+                case _:
+                    raise ProtocolError(f"the message {type(message).__name__} without Hello")
+
+        connection.start(Callbacks(on_message, lambda _: requests.cancel_all()))
+        return requests
+
+    async def _purged(self, label: bytes) -> bytes:
+        return (await self._purge(label)).to_bytes(8, "little")
 
 
 def _failed(opening: asyncio.Task[Below]) -> bool:

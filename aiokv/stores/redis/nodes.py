@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from aiokv.errors import StoreError
 from aiokv.stores.base import Result
@@ -14,6 +15,7 @@ from aiokv.stores.redis.connection import ReplyError
 from aiokv.stores.redis.options import Address
 from aiokv.stores.redis.pool import ConnectionPool
 from aiokv.stores.redis.slots import SlotMap
+from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -33,6 +35,18 @@ SMALL_CONNECTIONS: Final = 2  # per node, for requests that must not wait behind
 PART_BYTES: Final = 16 << 20  # a larger batch is spread over several connections
 
 
+class Sentinels(NamedTuple):
+    """Sentinels that know the address of a master.
+
+    Attributes:
+        master: name of the master.
+        password: of the Sentinels; empty for no ``AUTH``.
+    """
+
+    master: str
+    password: str
+
+
 class Nodes:
     """The server, or the masters of a cluster.
 
@@ -44,13 +58,20 @@ class Nodes:
         executor: threads of the jobs; at least as many as there are connections.
         connections: connections per node for values.
         connect_seconds: limit of connecting, and of a question for the slots.
+        sentinels: the seeds are Sentinels, which are asked for the server, not for the slots of a
+            cluster; None if the seeds are servers.
 
     Attributes:
         counts: ``redirections`` of keys and ``slot_refreshes``.
     """
 
     def __init__(
-        self, server: RedisServer, executor: Executor, connections: int, connect_seconds: float
+        self,
+        server: RedisServer,
+        executor: Executor,
+        connections: int,
+        connect_seconds: float,
+        sentinels: Sentinels | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._seeds = server.seeds
@@ -59,6 +80,13 @@ class Nodes:
         self._values = ConnectionPool(server, executor, connections, connect_seconds)
         self._small = ConnectionPool(server, executor, SMALL_CONNECTIONS, connect_seconds)
         self._followed = ConnectionPool(server, executor, 1, connect_seconds)
+        self._following: tuple[Address, asyncio.Task[None]] | None = None
+        self._sentinels = sentinels
+        self._asked, self._question = self._small, _ask_slots
+        if sentinels is not None:
+            login = replace(server, username="", password=sentinels.password, database=0)
+            self._asked = ConnectionPool(login, executor, 1, connect_seconds)
+            self._question = partial(_ask_master, name=sentinels.master)
         self._slots: SlotMap | None = None
         self._is_stale = True
         self._refreshing = asyncio.Lock()
@@ -73,8 +101,8 @@ class Nodes:
 
     def close_idle(self) -> None:
         """Close all connections; there must be no calls in flight."""
-        self._values.close_idle()
-        self._small.close_idle()
+        for pool in {self._values, self._small, self._asked}:
+            pool.close_idle()
 
     async def run(self, items: Sequence[BatchKey], job: Job) -> None:
         """Run a job on the items of each node, and again on redirected items.
@@ -132,8 +160,18 @@ class Nodes:
         def pass_on(names: list[bytes]) -> None:
             loop.call_soon_threadsafe(deliver, names)
 
+        (master,) = slots.masters
         job = partial(follow, prefix=prefix, deliver=pass_on)
-        await self._followed.run(slots.masters[0], job)
+        task = loop.create_task(self._followed.run(master, job))
+        self._following = master, task
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+            await all_ended([task])
+        if task.cancelled():
+            raise StoreError(f"redis store: {master} has failed, or is no longer the master")
+        task.result()
 
     async def _parts(self, items: Sequence[BatchKey]) -> list[tuple[Address, list[BatchKey]]]:
         """Return the items by node, in parts that run at the same time."""
@@ -183,6 +221,8 @@ class Nodes:
     def _suspect(self, address: Address) -> None:
         self._is_stale = True
         self._failed.add(address)
+        if self._following is not None and self._following[0] == address:
+            self._following[1].cancel()  # another node may have become the master
 
     def _redirects(self, address: Address, item: BatchKey, error: ReplyError) -> bool:
         """Prepare an item for the node that the reply names; return False if it names none."""
@@ -218,12 +258,15 @@ class Nodes:
         """
         masters = self._slots.masters if self._slots is not None else ()
         known = dict.fromkeys([*self._named, *masters, *self._seeds])
+        if self._sentinels is not None:
+            known = dict.fromkeys(self._seeds)
         first_error: StoreError | None = None
         for address in sorted(known, key=self._failed.__contains__):
             try:
                 async with asyncio.timeout(self._connect_seconds):
-                    reply = await self._small.run(address, _ask_slots)
-                slots = _slot_map(address, reply)
+                    reply = await self._asked.run(address, self._question)
+                parse = _slot_map if self._sentinels is None else _master_of
+                slots = parse(address, reply)
             except TimeoutError:
                 error = StoreError(
                     f"redis store: {address} did not reply within {self._connect_seconds:g} s"
@@ -249,6 +292,18 @@ async def in_passes(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
 
 def _ask_slots(connection: RedisConnection) -> Reply:
     return connection.request(b"CLUSTER", b"SLOTS")
+
+
+def _ask_master(connection: RedisConnection, name: str) -> Reply:
+    return connection.request(b"SENTINEL", b"get-master-addr-by-name", name.encode())
+
+
+def _master_of(address: Address, reply: Reply) -> SlotMap:
+    """Return the map of a Sentinel's reply: one master has all keys."""
+    match reply:
+        case [bytes(host), bytes(port)] if port.isdigit():
+            return SlotMap(Address(host.decode(), int(port)), None)
+    raise StoreError(f"redis store: the Sentinel {address} knows no such master: {reply!r}")
 
 
 def _slot_map(address: Address, reply: Reply) -> SlotMap:

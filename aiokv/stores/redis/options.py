@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from urllib.parse import SplitResult
 
 DEFAULT_PORT: Final = 6379
+DEFAULT_SENTINEL_PORT: Final = 26379
 SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys")
-SECRET_OPTIONS: Final = ("password", "ssl_password", "username")
+SECRET_OPTIONS: Final = ("password", "sentinel_password", "ssl_password", "username")
 
 
 class Address(NamedTuple):
@@ -33,7 +34,7 @@ class RedisServer:
     """Parsed URL and credentials.
 
     Attributes:
-        seeds: addresses to connect to first: the server, or some nodes of a cluster.
+        seeds: addresses to connect to first: the server, some nodes of a cluster, or Sentinels.
         database: number for ``SELECT``.
         username: user of ``AUTH``; empty for the default user.
         password: empty for no ``AUTH``. Not part of ``repr``.
@@ -63,7 +64,9 @@ def redis_py() -> Any:
     return redis
 
 
-def parse_server(url: str, username: str | None, password: str | None) -> RedisServer:
+def parse_server(
+    url: str, username: str | None, password: str | None, default_port: int
+) -> RedisServer:
     """Parse a URL and the credentials; arguments replace those of the URL.
 
     Raises:
@@ -76,7 +79,7 @@ def parse_server(url: str, username: str | None, password: str | None) -> RedisS
     if any("@" in part for part in (parts.path, parts.query, parts.fragment)):
         raise _wrong(url, "special characters of the user and the password must be quoted with %")
     user, at, hosts = parts.netloc.rpartition("@")
-    first, *others = [_address(host, url) for host in hosts.split(",")]
+    first, *others = [_address(host, url, default_port) for host in hosts.split(",")]
     parts = parts._replace(scheme=parts.scheme.replace("valkey", "redis"), netloc=f"{user}{at}host")
     try:
         options = dict(redis.asyncio.connection.parse_url(parts.geturl()))
@@ -128,10 +131,10 @@ def _wrong(url: str, reason: str) -> ConfigError:
     )
 
 
-def _address(host: str, url: str) -> Address:
+def _address(host: str, url: str, default_port: int) -> Address:
     parts = urlsplit(f"//{host}")
     try:
-        return Address(parts.hostname or "localhost", parts.port or DEFAULT_PORT)
+        return Address(parts.hostname or "localhost", parts.port or default_port)
     except ValueError:
         raise _wrong(url, "a port must be a number between 1 and 65535") from None
 

@@ -8,6 +8,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
@@ -19,8 +20,14 @@ from aiokv.stores.options import parted_url, url_options, url_text
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import BatchKey
 from aiokv.stores.redis.connection import MAX_VALUE_BYTES
-from aiokv.stores.redis.nodes import Nodes, in_passes
-from aiokv.stores.redis.options import parse_server, split_url, without_secrets
+from aiokv.stores.redis.nodes import Nodes, Sentinels, in_passes
+from aiokv.stores.redis.options import (
+    DEFAULT_PORT,
+    DEFAULT_SENTINEL_PORT,
+    parse_server,
+    split_url,
+    without_secrets,
+)
 from aiokv.stores.redis.pool import until_ended
 
 if TYPE_CHECKING:
@@ -40,6 +47,8 @@ _URL_OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
     "connections": int,
     "connect_timeout_seconds": float,
     "max_concurrent": int,
+    "sentinel": str,
+    "sentinel_password": str,
 }
 
 
@@ -95,6 +104,10 @@ class RedisStore(Store):
         connections: connections per node for values; a large batch uses several.
         connect_timeout_seconds: limit for connecting, TLS and authentication together.
         max_concurrent: operations that the guard runs at a time.
+        sentinel: name of the master that Redis Sentinel watches; the hosts of ``url`` are then
+            Sentinels, with port 26379 unless given, which are asked for the master before the first
+            use and after each failure of the master. User and password are those of the servers.
+        sentinel_password: password of the Sentinels; empty for none.
 
     Raises:
         ConfigError: a number is out of range, or ``url`` is not a str. ``open`` checks the rest of
@@ -116,6 +129,8 @@ class RedisStore(Store):
         connections: int = 4,
         connect_timeout_seconds: float = 1.0,
         max_concurrent: int = 8,
+        sentinel: str = "",
+        sentinel_password: str = "",
     ) -> None:
         _check_range("ttl_seconds", ttl_seconds, 0, 10**9)
         _check_range("connections", connections, 1, 64)
@@ -134,7 +149,10 @@ class RedisStore(Store):
             "connections": connections,
             "connect_timeout_seconds": connect_timeout_seconds,
             "max_concurrent": max_concurrent,
+            "sentinel": sentinel,
+            "sentinel_password": sentinel_password,
         }
+        self._sentinels = Sentinels(sentinel, sentinel_password) if sentinel else None
         self._ttl_seconds = ttl_seconds
         self._connections = connections
         self._connect_seconds = connect_timeout_seconds
@@ -156,7 +174,9 @@ class RedisStore(Store):
         """
         split_url(url)  # raises if malformed, without the password
         own, rest = parted_url(url, _URL_OPTIONS)
-        return cls(rest, **url_options(without_secrets(own), _URL_OPTIONS))
+        options = url_options(without_secrets(own), _URL_OPTIONS)
+        secret = dict(parse_qsl(urlsplit(own).query)).get("sentinel_password", "")
+        return cls(rest, **options, sentinel_password=secret)
 
     def __repr__(self) -> str:
         return f"RedisStore({self.url!r})"
@@ -184,7 +204,8 @@ class RedisStore(Store):
             )
         executor = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="aiokv-redis")
         try:  # in a thread: importing redis-py and reading certificates takes a while
-            parsed = executor.submit(parse_server, self._secret_url, *self._credentials)
+            port = DEFAULT_PORT if self._sentinels is None else DEFAULT_SENTINEL_PORT
+            parsed = executor.submit(parse_server, self._secret_url, *self._credentials, port)
             server = await until_ended(parsed)
         except BaseException:
             executor.shutdown()
@@ -192,7 +213,9 @@ class RedisStore(Store):
         self._memory = memory
         self._executor = executor
         self._is_closed = False
-        self._nodes = Nodes(server, executor, self._connections, self._connect_seconds)
+        self._nodes = Nodes(
+            server, executor, self._connections, self._connect_seconds, self._sentinels
+        )
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has an object of the right length."""
