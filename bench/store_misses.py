@@ -1,9 +1,11 @@
 """Time that a request waits for a shared store that has no block of its prompt.
 
-Five engines take turns: one without a store, one with an empty disk store, and three with a Redis
-server on this machine, which has 100,000 blocks of other prompts.
+Six engines take turns: one without a store, one with an empty disk store, one with the empty shared
+memory of ``aiokv store serve``, and three with a Redis server on this machine, which has 100,000
+blocks of other prompts.
 
 * ``disk``: the index of the store is in memory.
+* ``host``: the engine asks the service for each prompt.
 * ``followed``: the engine follows the changes of the server, so it knows that the block is missing.
 * ``remembered``: it does not, but the server has answered for the same prompt before.
 * ``asked``: the engine asks the server for each prompt, as it did before it knew either.
@@ -18,10 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +33,14 @@ import numpy as np
 import uvloop
 
 from aiokv import CacheConfig, CacheEngine, Regions
-from aiokv.stores import DiskStore, StoreUse
+from aiokv.stores import DiskStore, HostStore, StoreUse
 from aiokv.stores.redis import RedisStore
 from tests.stores.conformance import eventually
 from tests.stores.servers_redis import PROGRAM, running_server
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 BLOCK_TOKENS = 16
@@ -52,7 +58,11 @@ def run(quick: bool) -> dict[str, Any]:
     """Return the times by length of the prompt and engine."""
     if PROGRAM is None:
         return {}
-    with tempfile.TemporaryDirectory() as folder, running_server(Path(folder)) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server(Path(folder)) as server,
+        _service(Path(folder) / "host.sock"),
+    ):
         rng = np.random.default_rng(0)
         with server.client() as client:
             for _ in range(STORED_KEYS // 1_000):
@@ -63,10 +73,24 @@ def run(quick: bool) -> dict[str, Any]:
         return uvloop.run(_measure(server.url, Path(folder), 50 if quick else 1_000))
 
 
+@contextmanager
+def _service(path: Path) -> Iterator[None]:
+    command = [sys.executable, "-m", "aiokv", "store", "serve", str(path), "--bytes", "64MiB"]
+    service = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert service.stderr is not None
+        assert "host://" in service.stderr.readline()
+        yield
+    finally:
+        service.kill()
+        service.wait()
+
+
 async def _measure(url: str, folder: Path, rounds: int) -> dict[str, Any]:
     uses = {
         "no_store": None,
         "disk": DiskStore(folder / "kv", bytes="64MiB"),
+        "host": HostStore(folder / "host.sock"),
         "followed": RedisStore(url),
         "remembered": UnfollowedStore(url),
         "asked": StoreUse(UnfollowedStore(url), remember_missing_seconds=0.0),

@@ -336,8 +336,8 @@ def test_hits_with_a_write_budget(budget):
 @pytest.mark.parametrize("tokens", [1_024, 32_768])
 def test_prompts_that_no_store_has(tokens):
     measured = results("store_misses")["benches"]["store_misses"][f"{tokens}_tokens"]
-    names = ("no_store", "disk", "followed", "remembered", "asked")
+    names = ("no_store", "disk", "followed", "remembered", "host", "asked")
     assert cells_of(MEASURED, f"a new one of {tokens:,} tokens")[1:] == [
         f"{measured[name]['wait_us']:,.0f} µs" for name in names
     ]
-    assert all(measured[name]["added_us"] <= 100 for name in names[1:-1])
+    assert all(measured[name]["added_us"] <= 100 for name in names[1:4])
