@@ -905,7 +905,7 @@ class RequestBlocks:
         """Ask how many blocks can be taken: at least ``num_blocks``, or those of a step."""
         if self._sizes.write_policy == "write_back":
             return calls.add(self._free_blocks, num_blocks)
-        limit = max(self._sizes.step_blocks(len(self._holdings)), num_blocks)
+        limit = max(self._sizes.room_blocks(len(self._holdings)), num_blocks)
         return calls.allocatable_blocks(reserve_blocks=0, limit=limit)
 
     def _grant(self, lease: SyncLease, prefill_tokens: int, onload: bool) -> tuple[Hit, int]:
@@ -920,13 +920,13 @@ class RequestBlocks:
             The granted prefix by tier, and the number of blocks that can be taken for sure.
         """
         inner, size, cache, hit = lease.inner, self._block_tokens, self.engine.cache, lease.hit
-        limit = self._sizes.step_blocks(len(self._holdings))
         end = min(prefill_tokens, hit.total + self._sizes.batch_tokens)
         blocks = max(-(-end // size) - hit.total // size, 0)
         if end == prefill_tokens and -end % size <= self._sizes.decode_slots + 1:
             ahead = self._sizes.decode_blocks  # due when the first token has arrived
             room = cache.free_device_blocks + cache.evictable_device_blocks
-            if room >= hit.total // size + blocks + ahead + limit:
+            step = self._sizes.step_blocks(len(self._holdings))
+            if room >= hit.total // size + blocks + ahead + step:
                 blocks += ahead
         has_all = False
         if blocks and not hit.host_tokens:
@@ -936,6 +936,7 @@ class RequestBlocks:
             hit = _grant_hit(inner, onload)
         if self._sizes.write_policy == "write_back":
             return hit, cache.free_device_blocks
+        limit = self._sizes.room_blocks(len(self._holdings))
         return hit, cache.allocatable_blocks(reserve_blocks=0, limit=limit)
 
     def _free_blocks(self, num_blocks: int) -> int:

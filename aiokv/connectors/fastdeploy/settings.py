@@ -115,6 +115,14 @@ class Sizes:
         blocks = prefill + num_requests * (1 + self.decode_blocks)
         return max(min(blocks, self.device_blocks), 1)
 
+    def room_blocks(self, num_requests: int) -> int:
+        """Return the number of blocks to count room for: those of a step of these requests.
+
+        Without host memory, it takes no time to count more: FastDeploy also asks for the blocks
+        that it reserves for running requests.
+        """
+        return self.step_blocks(num_requests) if self.host_blocks else self.device_blocks
+
     def cache_config(self, **options: Any) -> CacheConfig:
         """Return the configuration of the engine.
 
