@@ -38,7 +38,7 @@ def script(tmp_path, capsys):
     ("words", "expected"),
     [
         (["re"], {"replay"}),
-        (["store", ""], {"ls", "verify", "gc", "purge", "serve", "stat"}),
+        (["store", ""], {"ls", "verify", "gc", "purge", "serve", "stat", "hot", "warm"}),
         (["store", "gc", "--d"], {"--dry-run"}),
         (["replay", "--eviction-policy", "ad"], {"adaptive"}),
         (["completion", "f"], {"fish"}),
