@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import count
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from aiokv.trace.format import TraceRequest
 from bench.vllm.__main__ import main
 from bench.vllm.cell import DOCUMENTS_TOKENS, long_documents
 from bench.vllm.from_trace import Sizes, build_workload
-from bench.vllm.load import run_load
+from bench.vllm.load import run_arrivals, run_load
 from bench.vllm.model import block_bytes
 from bench.vllm.report import compare_outputs, print_tables
 from bench.vllm.servers import SERVERS, Settings, engine_options, environment
@@ -155,6 +156,18 @@ async def test_load_keeps_the_order_and_the_number_of_clients():
     assert figures["prompt_tokens"] == 14
     assert figures["cached_tokens"] == 7
     assert len(set(figures["digests"])) == 7
+
+
+@pytest.mark.asyncio
+async def test_arrivals_do_not_wait_for_answers():
+    engine = ScriptedEngine()
+    prompts = [[number, number + 1] for number in range(7)]
+    result = await run_arrivals(engine, prompts, None, [0.0] * len(prompts))
+    assert engine.most_running == len(prompts)
+    assert [answer.token_ids for answer in result.answers] == [[sum(p), 2] for p in prompts]
+    before = time.perf_counter()
+    late = await run_arrivals(engine, prompts[:2], None, [0.0, 0.02])
+    assert late.answers[1].submitted - before >= 0.019  # a timer may be early by its resolution
 
 
 @pytest.mark.asyncio

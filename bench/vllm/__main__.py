@@ -110,6 +110,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=list(DOCUMENT_REQUESTS),
         help="of the load documents; default: %(default)s",
     )
+    parser.add_argument(
+        "--document-rates",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="RATE",
+        help="of documents: requests per second that arrive at random times; default: none",
+    )
     parser.add_argument("--output-tokens", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--limit", type=int, help="prompts of each load; default: all")
     parser.add_argument("--limit-seconds", type=float, default=180.0, help="of each process")
@@ -185,6 +193,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
         clients=args.clients,
         max_output_tokens=args.output_tokens,
         document_clients=tuple(args.document_clients),
+        document_rates=tuple(args.document_rates),
         limit=args.limit,
     )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from bench.vllm.load import LoadResult, run_load
+from bench.vllm.load import LoadResult, run_arrivals, run_load
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.servers import BLOCK_TOKENS, Settings, engine_options, environment
 from bench.vllm.workload import HASH_BLOCK_TOKENS, Prompt, load_workload
@@ -49,6 +49,7 @@ _LONG_ANSWERS = {1: 1, 4: 2, 16: 4}  # questions per document by the number of c
 # "documents" asks about the same ones with Zipf popularity, behind tokens that nothing has.
 _QUESTION_TOKENS = (32, 511)
 DOCUMENT_REQUESTS = {1: 48, 4: 128, 16: 320, 32: 480}  # by the number of clients
+_ARRIVAL_SECONDS = 25.0  # of each rate
 DOCUMENTS_TOKENS = _DOCUMENT_TOKENS[1] + _QUESTION_TOKENS[1] + _LONG_ANSWER_TOKENS
 
 
@@ -66,6 +67,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         clients: prompts in flight.
         max_output_tokens: length of each answer.
         document_clients: numbers of clients of "documents", of ``DOCUMENT_REQUESTS``.
+        document_rates: requests per second of "documents" that arrive at random times.
         limit: prompts of each load to take; None: all.
     """
 
@@ -78,6 +80,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     clients: int
     max_output_tokens: int
     document_clients: tuple[int, ...] = tuple(DOCUMENT_REQUESTS)
+    document_rates: tuple[float, ...] = ()
     limit: int | None = None
 
 
@@ -205,21 +208,30 @@ class _Bench:
         rng = np.random.default_rng(1)
         popularity = 1 / np.arange(1, _NUM_DOCUMENTS + 1)
         question_ids = itertools.count(4_000_000_000)
+        popularity /= popularity.sum()
+
+        def questions(count: int) -> list[Prompt]:
+            chosen = rng.choice(_NUM_DOCUMENTS, count, p=popularity)
+            lengths = rng.integers(*_QUESTION_TOKENS, count, endpoint=True)
+            return [
+                _question(documents[place], int(length), next(question_ids))
+                for place, length in zip(chosen, lengths, strict=True)
+            ]
+
         figures = {}
         for clients, count in DOCUMENT_REQUESTS.items():
-            chosen = rng.choice(_NUM_DOCUMENTS, count, p=popularity / popularity.sum())
-            lengths = rng.integers(*_QUESTION_TOKENS, count, endpoint=True)
-            if clients not in self._cell.document_clients:
-                continue
-            name = f"documents_{clients}_clients"
+            asked = questions(count)  # equal ones, whatever numbers of clients are chosen
+            if clients in self._cell.document_clients:
+                name = f"documents_{clients}_clients"
+                figures[name] = await self._load(
+                    name, asked, clients=clients, output_tokens=_LONG_ANSWER_TOKENS
+                )
+        for rate in self._cell.document_rates:
+            asked = questions(round(rate * _ARRIVAL_SECONDS))
+            arrivals = np.cumsum(rng.exponential(1 / rate, len(asked))).tolist()
+            name = f"documents_{rate:g}_per_second"
             figures[name] = await self._load(
-                name,
-                [
-                    _question(documents[place], int(length), next(question_ids))
-                    for place, length in zip(chosen, lengths, strict=True)
-                ],
-                clients=clients,
-                output_tokens=_LONG_ANSWER_TOKENS,
+                name, asked, arrivals=arrivals, output_tokens=_LONG_ANSWER_TOKENS
             )
         return figures
 
@@ -289,15 +301,15 @@ class _Bench:
         prompts: Sequence[Prompt],
         *,
         clients: int | None = None,
+        arrivals: Sequence[float] | None = None,
         output_tokens: int | None = None,
     ) -> dict[str, Any]:
         before = _external_hit_tokens()
-        result = await run_load(
-            self._engine,
-            self._tokens(prompts),
-            self._sampling(output_tokens),
-            clients=clients or self._cell.clients,
-        )
+        load = self._engine, self._tokens(prompts), self._sampling(output_tokens)
+        if arrivals is None:
+            result = await run_load(*load, clients=clients or self._cell.clients)
+        else:
+            result = await run_arrivals(*load, arrivals)
         figures = result.summary()
         # vLLM counts the hits in its own cache again each time it asks a connector that is not
         # ready, so those are what is left.

@@ -79,6 +79,32 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+async def run_arrivals(
+    engine: Engine, prompts: Sequence[list[int]], sampling: Any, arrivals: Sequence[float]
+) -> LoadResult:
+    """Send each prompt at its time, whatever was answered before: as users do who do not wait.
+
+    A fixed number of clients whose answers have equal lengths falls into step: most requests arrive
+    together, and how many do depends on the server.
+
+    Args:
+        engine: to send them to.
+        prompts: token ids of each.
+        sampling: as for ``run_load``.
+        arrivals: seconds from the start of the load to each prompt, ascending.
+    """
+    started = time.perf_counter()
+
+    async def at(seconds: float, prompt: list[int]) -> Answer:
+        await asyncio.sleep(seconds - (time.perf_counter() - started))
+        return await ask(engine, {"prompt_token_ids": prompt}, sampling)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(at(*one)) for one in zip(arrivals, prompts, strict=True)]
+    seconds = time.perf_counter() - started
+    return LoadResult(answers=[task.result() for task in tasks], seconds=seconds)
+
+
 async def run_load(
     engine: Engine, prompts: Sequence[list[int]], sampling: Any, *, clients: int
 ) -> LoadResult:

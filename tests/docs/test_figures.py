@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,47 @@ def test_questions_about_documents(clients):
         full.append(f"{rate}; {p50}, {p90}, {p99} ms; {gap:.{int(gap < 10)}f} ms")
     assert cells_of(README, f"{clients} | ")[1:] == short[:3]
     assert cells_of(MEASURED, f"{clients} | {full[0]}")[1:] == full
+
+
+def joined(clients: int, server: str) -> dict[str, Any]:
+    measured = results("vllm-h100-documents-join")["servers"]
+    return measured[server][f"documents_{clients}_clients"]
+
+
+@pytest.mark.parametrize("clients", [1, 4, 16])
+def test_questions_about_documents_whose_loads_join_steps(clients):
+    cells = []
+    for server in ("aiokv", "vllm", "aiokv-before"):
+        load = joined(clients, server)
+        p50, p90, p99 = (f"{load['first_token_ms'][p]:.0f}" for p in ("p50", "p90", "p99"))
+        gap = load["gap_ms"]["p99"]
+        gap = f"{gap:.{int(gap < 10)}f} ms"
+        cells.append(f"{load['requests_per_second']:#.3g}/s; {p50}, {p90}, {p99} ms; {gap}")
+    assert cells_of(MEASURED, f"{clients} | {cells[0]}")[1:] == cells
+
+
+def test_requests_about_documents_that_arrive_together():
+    near = []
+    for server in ("aiokv", "vllm"):
+        times = np.array(joined(4, server)["submitted_of_each"])
+        apart = np.abs(times[:, None] - times)
+        near.append(float((apart <= 0.06).sum(axis=1).mean()) - 1)
+    text = " ".join(MEASURED.split())
+    assert f"{near[0]:.1f} of the 3 other requests" in text
+    assert f"and {near[1]:.1f} with `vllm`, whose longer loads" in text
+
+
+def test_first_tokens_of_documents_that_are_loaded():
+    loads = results("vllm-h100-documents-join")["loads_of_one_client"]
+    shown = []
+    for is_load in (True, False):
+        for server in ("aiokv", "vllm"):
+            times = np.array(joined(1, server)["first_token_ms_of_each"])
+            times = times[np.isin(np.arange(len(times)), loads) == is_load]
+            shown.append(f"{np.median(times):.0f} and {np.percentile(times, 90):.0f} ms")
+    text = " ".join(MEASURED.split())
+    assert f"are {shown[0]} with `aiokv`, and {shown[1]} with `vllm`" in text
+    assert f"of the other 30, {shown[2]}, and {shown[3]}." in text
 
 
 @pytest.mark.parametrize("page", [README, MEASURED], ids=["readme", "measured"])
