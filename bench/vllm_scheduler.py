@@ -59,6 +59,8 @@ GENERATED: Final = 16
 IN_FLIGHT: Final = 8
 RUNNING: Final = 256
 WAITING_TOKENS: Final = 100_000
+BLOCK_BYTES: Final = 2 * 4 * BLOCK_TOKENS  # one key and one value of int32 per token
+HOST_BLOCKS: Final = (1 << 30) // BLOCK_BYTES
 LAYER: Final = "model.layers.0.self_attn.attn"
 PATIENCE_SECONDS: Final = 60.0
 NO_SECONDS: Final = np.zeros(2)
@@ -84,11 +86,15 @@ class Server:
     Args:
         num_blocks: device blocks.
         is_connected: True to use the connector.
+        host_blocks: capacity of host memory.
     """
 
-    def __init__(self, num_blocks: int, *, is_connected: bool) -> None:
+    def __init__(
+        self, num_blocks: int, *, is_connected: bool, host_blocks: int = HOST_BLOCKS
+    ) -> None:
         init_none_hash(sha256)
-        extra = {"host_gib": 1, "follow_resets": False} if is_connected else None
+        host = {"cpu_bytes_to_use": host_blocks * BLOCK_BYTES, "follow_resets": False}
+        extra = host if is_connected else None
         config = vllm_config(
             extra=extra, num_blocks=num_blocks, max_seqs=RUNNING, max_tokens_per_step=8_192
         )
@@ -122,6 +128,7 @@ class Server:
         self.seconds = NO_SECONDS  # in the scheduler
         self._clock = Clock()
         self.loaded_tokens = 0
+        self.cached_tokens = 0
 
     def add(self, prompt: list[int], num_tokens: int) -> Request:
         """Add a request."""
@@ -159,6 +166,7 @@ class Server:
             for one in of_client.outputs:
                 if one.prefill_stats is not None:
                     self.loaded_tokens += one.prefill_stats.num_external_cached_tokens
+                    self.cached_tokens += one.prefill_stats.num_cached_tokens
         return bool(ids)
 
     def _work(self, output: Any) -> KVConnectorOutput:

@@ -353,6 +353,14 @@ def test_cpu_time_in_vllms_scheduler():
         assert cells_of(MEASURED, start)[1:] == [f"{row[key]:,.0f} µs" for key in ("vllm", "added")]
 
 
+def test_hits_of_host_memory_beside_vllms_prefix_cache():
+    measured = results("vllm_hits")["benches"]["vllm_hits"]
+    for clients in (1, 4, 16):
+        shares = measured[f"hit_share_{clients}_clients"]
+        cells = " | ".join(f"{shares[key]:.3f}" for key in ("device", "larger", "both", "sum"))
+        assert f"| {clients} | {cells} |" in MEASURED
+
+
 @pytest.mark.parametrize(("name", "kib"), [("128 KiB", 128), ("2 MiB", 2_048)])
 def test_requests_to_an_object_store(name, kib):
     measured = results("s3_requests")["benches"]["s3_requests"][f"object_{kib}_kib"]

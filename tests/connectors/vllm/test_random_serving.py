@@ -42,6 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
     "no prefix cache, async scheduling": {"prefix_caching": False, "async_scheduling": True},
     "drafts": {"num_drafts": 3},
     "small host": SMALL_HOST,
+    "small host, larger than the device": {"host_blocks": 100, "device_blocks": 32},
     "small host, async scheduling": {**SMALL_HOST, "async_scheduling": True},
     "small host, slow": {**SMALL_HOST, "slow": True},
     "small host, flaky": {**SMALL_HOST, "flaky": True},
