@@ -209,6 +209,7 @@ class StoreGuard:
         self._group = ATTENTION
         self._has_logged_wrong = False
         self._has_logged_statistics = False
+        self._has_logged_may_have = False
         self.costs = Costs.new(use) if costs is None else costs
         store = use.store
         self._loading = _Way("load", store.load, self.admits_read, self._reads, self.costs.load)
@@ -393,8 +394,15 @@ class StoreGuard:
 
     def may_have_any(self, keys: bytes) -> bool:
         """Return False if the store is known to have none of the keys, without a lookup."""
-        if self.is_open and not self._store.may_have_any(keys):
-            return False
+        if self.is_open:
+            try:
+                if not self._store.may_have_any(keys):
+                    return False
+            except Exception as error:
+                if not self._has_logged_may_have:
+                    self._has_logged_may_have = True
+                    log.warning("store.may_have_failed", url=self._url, reason=_text(error))
+                return True
         return self.costs.missing.may_have_any(keys, _now())
 
     def note_spared_lookup(self) -> None:

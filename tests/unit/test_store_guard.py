@@ -720,3 +720,17 @@ async def test_bad_use_is_refused(options):
     incomplete.remove = None
     with pytest.raises(ConfigError, match="must be a Store"):
         StoreUse(incomplete)
+
+
+class UnsureStore(ScriptedStore):
+    """A store that raises when it is asked what it is known not to have."""
+
+    def may_have_any(self, keys: bytes) -> bool:
+        raise OSError("no index")
+
+
+async def test_store_that_raises_in_may_have_any_is_asked_and_logged_once(caplog):
+    async with Guarded(UnsureStore()) as g:
+        assert g.guard.may_have_any(digests([1]))
+        assert g.guard.may_have_any(digests([2]))
+    assert [r.event for r in caplog.records] == ["store.may_have_failed"]
