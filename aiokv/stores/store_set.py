@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from enum import IntEnum, auto
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -68,6 +69,15 @@ class Found(NamedTuple):
 
 
 NOTHING: Final = StoreAnswer(0, np.zeros(0))
+
+
+class _Turn(IntEnum):
+    """When a store is asked in a lookup, in this order."""
+
+    LOCAL = auto()  # takes any number of keys, and answers from the memory of this process
+    REMOTE = auto()  # takes any number of keys
+    SEARCHED = auto()  # takes few keys at a time
+    BY_PREFIX = auto()  # looks up a prompt from its first block on
 
 
 class Fetched(NamedTuple):
@@ -259,30 +269,44 @@ class StoreSet:
         """Return which stores may have which objects, ``[stores, N]``.
 
         Stores that take any number of keys are asked first. The others are asked for the keys that
-        no store before them has, in the rounds of a search.
+        no store before them has, in the rounds of a search. A store that is known to have nothing
+        of use is asked once others have the keys before its own.
 
         Args:
             readable: stores to be asked.
             keys: one per object.
             is_prefix: the objects are blocks of one prompt, from the first one on.
         """
-        by_prefix = [i for i in readable if is_prefix and self._guards[i].use.store.finds_prefixes]
-        readable = [i for i in readable if i not in by_prefix]
-        widths = {i: max(self._guards[i].use.store.max_lookup_keys, 0) for i in readable}
         found = np.zeros((len(self._guards), len(keys) // KEY_BYTES), np.bool_)
-        at_once = [i for i in readable if not widths[i]]
-        remote = [i for i in at_once if self._guards[i].use.missing_seconds]
-        for stores in ([i for i in at_once if i not in remote], remote):
-            asked = self._useful(stores, keys, found, is_prefix=is_prefix)
-            await self._ask_round({i: self._guards[i].begin_lookup() for i in asked}, keys, found)
-        in_rounds = [i for i in readable if widths[i]]
-        if in_rounds := self._useful(in_rounds, keys, found, is_prefix=is_prefix):
-            await self._ask_in_rounds(in_rounds, keys, found, widths, is_prefix=is_prefix)
-        by_prefix = self._useful(by_prefix, keys, found, is_prefix=True)
-        if by_prefix and not self._on_time(found[: by_prefix[0]]).all():
-            prefixes = {i: self._guards[i].begin_lookup(of_prefix=True) for i in by_prefix}
-            await self._ask_round(prefixes, keys, found)
+        turns = {i: _turn(self._guards[i].use, is_prefix=is_prefix) for i in readable}
+        waiting, num_waiting = list(readable), 0
+        while len(waiting) != num_waiting and not self._on_time(found).all():
+            num_waiting = len(waiting)
+            for turn in sorted({turns[i] for i in waiting}):
+                stores = [i for i in waiting if turns[i] is turn]
+                if useful := self._useful(stores, keys, found, is_prefix=is_prefix):
+                    await self._ask_in_turn(turn, useful, keys, found, is_prefix=is_prefix)
+                    waiting = [i for i in waiting if i not in useful]
+        for i in waiting:
+            self._guards[i].note_spared_lookup()
         return found
+
+    async def _ask_in_turn(
+        self,
+        turn: _Turn,
+        stores: list[int],
+        keys: bytes,
+        found: NDArray[np.bool_],
+        *,
+        is_prefix: bool,
+    ) -> None:
+        """Ask stores of the same turn, and note what they may have."""
+        if turn is _Turn.SEARCHED:
+            await self._ask_in_rounds(stores, keys, found, is_prefix=is_prefix)
+        elif turn is not _Turn.BY_PREFIX or not self._on_time(found[: stores[0]]).all():
+            of_prefix = turn is _Turn.BY_PREFIX
+            lookups = {i: self._guards[i].begin_lookup(of_prefix=of_prefix) for i in stores}
+            await self._ask_round(lookups, keys, found)
 
     def _useful(
         self, stores: list[int], keys: bytes, found: NDArray[np.bool_], *, is_prefix: bool
@@ -293,23 +317,19 @@ class StoreSet:
         if not len(lacking):
             return stores
         wanted = selected(keys, lacking[:1] if is_prefix else lacking)
-        useful = [i for i in stores if self._guards[i].may_have_any(wanted)]
-        for i in set(stores) - set(useful):
-            self._guards[i].note_spared_lookup()
-        return useful
+        return [i for i in stores if self._guards[i].may_have_any(wanted)]
 
     async def _ask_in_rounds(
         self,
         in_rounds: list[int],
         keys: bytes,
         found: NDArray[np.bool_],
-        widths: dict[int, int],
         *,
         is_prefix: bool,
     ) -> None:
-        """Search stores that take ``widths`` keys at a time, and note what they may have."""
+        """Search stores that take ``max_lookup_keys`` at a time, and note what they may have."""
         held = self._on_time(found[: in_rounds[0]])
-        width = min(widths[i] for i in in_rounds)
+        width = min(self._guards[i].use.store.max_lookup_keys for i in in_rounds)
         search: Search
         if is_prefix:
             known = np.asarray(found.any(axis=0))
@@ -604,6 +624,15 @@ class _Refused:
                 self._keys[key] = None
         while len(self._keys) > REMEMBERED_REFUSALS:
             del self._keys[next(iter(self._keys))]
+
+
+def _turn(use: StoreUse, *, is_prefix: bool) -> _Turn:
+    """Return when a store is asked in a lookup."""
+    if is_prefix and use.store.finds_prefixes:
+        return _Turn.BY_PREFIX
+    if use.store.max_lookup_keys > 0:
+        return _Turn.SEARCHED
+    return _Turn.REMOTE if use.missing_seconds else _Turn.LOCAL
 
 
 def _first_holders(guards: Sequence[StoreGuard], holders: NDArray[np.bool_]) -> NDArray[np.intp]:

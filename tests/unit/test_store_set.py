@@ -532,6 +532,13 @@ class FollowedStore(ScriptedStore):
         await spin()
 
 
+class IndexedStore(ScriptedStore):
+    """A store that knows its keys without a lookup."""
+
+    def may_have_any(self, keys: bytes) -> bool:
+        return any(key in self.objects for key in split_keys(keys))
+
+
 def keys(*numbers: int) -> bytes:
     return derive_keys(FINGERPRINT, digests(numbers))
 
@@ -598,6 +605,27 @@ async def test_remote_store_is_asked_only_for_what_the_local_one_lacks():
         assert await s.lookup(1, 2, 3, 4, 5) == 4
         assert remote.calls["lookup"] == 1
         assert (await s.fetch(1, 2, 3, 4)).blocks == 4
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+async def test_run_is_found_though_stores_are_known_to_lack_its_first_block(order):
+    parts = [(1, 2), (3, 4), (5, 6)]
+    made = [await put(ScriptedStore(str(n)), part) for n, part in enumerate(parts)]
+    uses = [StoreUse(made[n], remember_missing_seconds=5.0) for n in order]
+    async with Stores(*uses) as s:
+        assert [await s.lookup(*range(1, 8)) for _ in range(3)] == [6] * 3
+        assert (await s.fetch(*range(1, 7))).blocks == 6
+
+
+@pytest.mark.parametrize("max_lookup_keys", [0, 4])
+async def test_local_store_is_asked_for_what_follows_the_blocks_of_a_remote_one(max_lookup_keys):
+    remote = await put(ScriptedStore("remote"), [1, 2])
+    local = await put(IndexedStore("disk", max_lookup_keys=max_lookup_keys), [3, 4])
+    async with Stores(local, StoreUse(remote, remember_missing_seconds=5.0)) as s:
+        assert await s.lookup(1, 2, 3, 4, 5) == 4
+        assert await s.lookup(5, 3) == 0  # what follows a missing block is of no use
+        assert [local.calls["lookup"], remote.calls["lookup"]] == [1, 2]
+        assert s.set.statistics()[0].spared_lookups == 1
 
 
 async def test_filter_of_a_followed_store_spares_lookups_of_prompts_that_it_never_had():
