@@ -153,3 +153,17 @@ async def test_retire_needs_external_device():
         with pytest.raises(UsageError, match=r"retire: CacheConfig\.external_device is False"):
             lease.retire()
         lease.release()
+
+
+async def test_retiring_ends_the_wait_for_an_onload_that_writes_shared_blocks():
+    """The server may reuse the blocks of a retired lease: the onload's end must not save them."""
+    async with ExternalCache(host_blocks=24) as cache:
+        loading, _ = await cache.onload(A, range(4, 8))  # writes blocks 4 to 6
+        user = await cache.begin(LONG, [4, 5, 6, 10, 11, 12], computed_tokens=12)
+        user.commit_blocks([], [])
+        assert user.retire()
+        other = await cache.write(C, [10, 11, 12, 13])  # the server has reused blocks
+        await cache.finish()
+        assert cache.hit(LONG)[1] == 3
+        for lease in (user, loading, other):
+            lease.release()

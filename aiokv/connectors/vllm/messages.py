@@ -37,7 +37,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     Attributes:
         step: number of the step, from 1.
         loads: loads that have begun since the last step.
-        waits: requests whose loads began with an earlier step; the step computes with their blocks.
+        waits: requests whose loads have begun; the step computes with their blocks.
         is_empty: True if the step computes nothing. vLLM makes such a step after requests have
             ended, and then none until it gets a request.
     """

@@ -244,9 +244,9 @@ def schedules_ahead(vllm_config: VllmConfig) -> bool:
 
 
 def steps_wait(vllm_config: VllmConfig, groups: KVGroups, options: Options) -> bool:
-    """Return True if a step may wait for the end of a load that began before it.
+    """Return True if a step may wait for a load of which no failure can be recovered any more.
 
-    Then a load that fails ends the server. So steps wait only where that is the failure of the
+    A load that fails then ends the server. So steps wait only where that is the failure of the
     device: not for blocks that are verified, or that other processes copy. Without asynchronous
     scheduling, vLLM would compute a request again whose load has failed, and keeps doing so.
     """

@@ -2,9 +2,9 @@
 
 vLLM's prefix cache keeps the blocks of a finished request until it gives them to others, in the
 order of its queue of free blocks. So a copy in host memory is of no use before. While a lease is
-retired, its copies are evicted first, and blocks for which host memory has no room wait. When the
-last block of the lease comes near the front of the queue, the rest of it follows, except for blocks
-that newer requests share: then host memory gets what it lacks, and the lease ends.
+retired, its copies are evicted first, and blocks for which host memory has no room wait. vLLM
+reuses the last block of a request first. When this block comes near the front of the queue, host
+memory gets the blocks that it lacks, except those that newer requests share, and the lease ends.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class RetiredLeases:
         self._step_blocks = self._most_given = step_blocks
         self._host_blocks = host_blocks
         self._saved = 0  # blocks that host memory was to get
-        self._numbers = count(1)  # of retired leases and of gifts, in order
+        self._numbers = count(1)  # of retired leases and of allocations, in order
         self._retired: dict[int, _Retired] = {}  # by last block
-        self._overtaken: list[_Retired] = []  # whose last block has another use
-        self._given_at: NDArray[np.int64] | None = None  # by block: number of the last gift
+        self._reused: list[_Retired] = []  # whose last block has another use
+        self._given_at: NDArray[np.int64] | None = None  # by block: number of the last allocation
         self._retired_at: NDArray[np.int64] | None = None  # by block: newest retired lease
         self._given = 0  # blocks since the queue was looked at
 
@@ -108,7 +108,7 @@ class RetiredLeases:
             block_ids: the blocks.
             is_counted: False for blocks that are noted again with their step.
         """
-        if not block_ids or not (self._retired or self._overtaken):
+        if not block_ids or not (self._retired or self._reused):
             return
         assert self._given_at is not None
         if is_counted:
@@ -116,7 +116,7 @@ class RetiredLeases:
             self._most_given = max(self._most_given, len(block_ids))
         self._given_at[block_ids] = next(self._numbers)
         for block_id in self._retired.keys() & block_ids:
-            self._overtaken.append(self._retired.pop(block_id))
+            self._reused.append(self._retired.pop(block_id))
 
     def add(self, lease: SyncLease, block_ids: list[int]) -> None:
         """Add a lease that is being retired.
@@ -130,21 +130,21 @@ class RetiredLeases:
             self._retired_at = np.zeros(self._pool.size, np.int64)
         retired = _Retired(lease, block_ids, np.array(block_ids), next(self._numbers))
         self._retired_at[retired.ids] = retired.number
-        last = block_ids[-1]
-        if last in self._retired:
-            self._overtaken.append(self._retired[last])
-        self._retired[last] = retired
+        # The leases of earlier turns of a conversation end: this one has all of their blocks.
+        for block_id in self._retired.keys() & block_ids:
+            self._reused.append(self._retired.pop(block_id))
+        self._retired[block_ids[-1]] = retired
 
     def remove(self, lease: SyncLease, block_ids: list[int]) -> None:
         """Remove a lease that was not retired."""
         last = block_ids[-1]
         if last in self._retired and self._retired[last].lease is lease:
             del self._retired[last]
-        self._overtaken = [other for other in self._overtaken if other.lease is not lease]
+        self._reused = [other for other in self._reused if other.lease is not lease]
 
     def take_ending(self) -> list[Ending]:
         """Remove and return the leases whose blocks vLLM reuses soon, in this order."""
-        ending, self._overtaken = self._overtaken, []
+        ending, self._reused = self._reused, []
         ahead = self._ahead if self._retired else 0
         if self._given >= ahead // 2:
             self._given = 0
@@ -155,8 +155,8 @@ class RetiredLeases:
 
     def take_all(self) -> list[SyncLease]:
         """Remove and return all leases."""
-        leases = [other.lease for other in (*self._overtaken, *self._retired.values())]
-        self._overtaken.clear()
+        leases = [other.lease for other in (*self._reused, *self._retired.values())]
+        self._reused.clear()
         self._retired.clear()
         return leases
 

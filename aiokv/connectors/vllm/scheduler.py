@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from aiokv import Lease
     from aiokv.connectors.vllm.arrivals import Arrivals, StepPace
     from aiokv.connectors.vllm.blocks import VllmBlocks
     from aiokv.connectors.vllm.cache import HostCache
@@ -694,9 +695,8 @@ class SchedulerHalf:
         ending = self._retired.take_ending() if self._cache.is_usable else []
         for lease, block_ids, kept, valid in ending:
             if kept < valid:
-                if valid < len(block_ids):
-                    calls.truncate(lease, valid * self._block_tokens)
-                calls.commit_blocks(lease, [], [], kept_blocks=kept)
+                end = valid * self._block_tokens if valid < len(block_ids) else None
+                calls.add(_save_rest, lease.inner, end, kept)
         return [_End(other.lease, other.block_ids, other.kept < other.valid) for other in ending]
 
     def _retire_finished(self, calls: Calls, ends: list[_End]) -> list[_Retiring]:
@@ -715,7 +715,7 @@ class SchedulerHalf:
                     calls.commit_blocks(lease, [], [])
                 ends.append(_End(lease, ids, saves, label))
                 continue
-            retired.append(_Retiring(lease, ids, calls.retire(lease, returns=label)))
+            retired.append(_Retiring(lease, ids, label, calls.retire(lease, returns=label)))
             self._retired.add(lease, ids)
             self._freed.add(ids, 0, Watched(lease, retired[-1].answer))
         return retired
@@ -751,10 +751,10 @@ class SchedulerHalf:
             if answer.error is not None:
                 self._cache.succeeded([answer], f"commit of request {cached.request_id}")
                 self._leave_lease(cached)
-        for lease, ids, answer in posted.retired:
+        for lease, ids, label, answer in posted.retired:
             if answer.error is not None or not answer.value:
                 self._retired.remove(lease, ids)
-                (idle,) = self._cache.release_and_watch([lease])
+                (idle,) = self._cache.release_and_watch([lease], labels=[label])
                 self._freed.add(ids, 0, idle)
 
     def _add_commit(
@@ -927,6 +927,7 @@ class _Retiring(NamedTuple):
 
     lease: SyncLease
     block_ids: list[int]
+    label: str
     answer: Answer[bool]
 
 
@@ -954,3 +955,19 @@ def _prompt_tokens(output: SchedulerOutput) -> int:
         for request_id, num_tokens in output.num_scheduled_tokens.items()
         if num_tokens > 1 + len(drafts.get(request_id, ()))
     )
+
+
+def _save_rest(lease: Lease, end: int | None, kept_blocks: int) -> None:
+    """Save what host memory lacks of a retired lease. On the loop.
+
+    Args:
+        lease: the lease.
+        end: vLLM has reused the blocks from this position on; None if it has reused none.
+        kept_blocks: leading blocks that newer requests share.
+
+    Raises:
+        UsageError: the position is inside an item; nothing is saved.
+    """
+    if end is not None:
+        lease.truncate(end)
+    lease.commit_blocks([], [], kept_blocks=kept_blocks)

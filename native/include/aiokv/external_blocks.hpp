@@ -71,7 +71,7 @@ class ExternalBlocks {
     // Drops the refs and the ids of the lease.
     void give_up(Lease& lease);
     // Drops the refs of a lease whose request has ended, while the server's cache keeps its ids:
-    // its host copies are evicted first; see Residency::give_way(). The next commit takes refs
+    // its host copies are evicted first; see Residency::evict_first(). The next commit takes refs
     // again.
     void retire(Lease& lease);
     // Returns false while an onload writes ids of the lease, and if it publishes no blocks.

@@ -67,11 +67,11 @@ class Residency {
     // nothing uses. Returns their number.
     std::uint32_t demote(std::span<const NodeId> path);
     std::uint32_t forget(std::span<const NodeId> path);
-    // Call when another cache has the blocks of a path: their copies are evicted first, from the
-    // end of the path up to a block in use, or to one that has more blocks below another child than
-    // would become evictable above it. With a block, the blocks below its other children are
-    // evicted first, too.
-    void give_way(std::span<const NodeId> path);
+    // Evicts the copies of a path before all others, because another cache has its blocks. Begins
+    // with the last block. Blocks below other children of a block of the path leave before this
+    // block. Ends at a block in use, and where there are more such blocks than the rest of the path
+    // has.
+    void evict_first(std::span<const NodeId> path);
     void end_retentions(std::uint64_t now) { evictable_.end_retentions(now); }
     // Makes room for a lease from now on: the share of its salt is used up before other shares.
     void serve(const Lease& lease) { evictable_.serve(share_of(lease)); }
@@ -201,7 +201,7 @@ class Residency {
 
     // refs and holds
     std::span<const NodeId> unshared(std::span<const NodeId> path) const;
-    bool may_give_way(NodeId node) const;
+    bool may_evict_first(NodeId node) const;
     bool list_below(NodeId top, NodeId except, std::size_t most);
     void unref_run(RunId run);
     void hold_node(NodeId node);

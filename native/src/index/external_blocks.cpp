@@ -306,7 +306,7 @@ void ExternalBlocks::retire(Lease& lease) {
     saves_.leave(lease);
     const std::size_t attached = index_.attached_blocks(lease);
     residency_.unref(lease.path);
-    residency_.give_way(std::span(lease.path).first(attached));
+    residency_.evict_first(std::span(lease.path).first(attached));
     lease.path.clear();
 }
 

@@ -139,10 +139,9 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
     return queued;
 }
 
-// Returns true if host blocks should be evicted for the copies of a lease. The copies of blocks
-// that the server keeps are those that eviction would otherwise take next. So the blocks that the
-// server may lose have to be at least as many as the kept ones that their copies hold in host
-// memory.
+// Returns true if host blocks should be evicted for the copies of a lease. A copy of a block that
+// the server keeps is of no use, but the copies behind it need it. So the blocks that the server
+// may lose have to be at least as many as the kept ones that only this lease needs.
 bool ExternalSaves::should_evict(const Lease& lease, std::size_t end) const {
     const PrefixTree& tree = index_.tree();
     const std::size_t kept = std::min<std::size_t>(lease.kept_blocks, end);
@@ -203,6 +202,7 @@ void ExternalSaves::announce_changed() {
 void ExternalSaves::leave(Lease& lease) {
     for (const SaveId id : lease.saving) std::erase(blocks_[id].leases, lease.id());
     lease.saving.clear();
+    postponed_.erase(lease.id());
 }
 
 void ExternalSaves::keep_promise(Lease& lease) {

@@ -53,7 +53,7 @@ std::uint32_t Residency::demote(std::span<const NodeId> path) {
     return static_cast<std::uint32_t>(last.size());
 }
 
-void Residency::give_way(std::span<const NodeId> path) {
+void Residency::evict_first(std::span<const NodeId> path) {
     std::size_t first = path.size();
     std::size_t end = path.size();
     const auto demote = [&] {
@@ -62,7 +62,7 @@ void Residency::give_way(std::span<const NodeId> path) {
     };
     for (; first > 0; --first) {
         const NodeId node = path[first - 1];
-        if (!may_give_way(node)) break;
+        if (!may_evict_first(node)) break;
         const bool is_last = first == path.size();
         if (tree_.children(node) > (is_last ? 0 : 1)) {
             std::size_t most = 1;
@@ -79,12 +79,13 @@ void Residency::give_way(std::span<const NodeId> path) {
 }
 
 // Returns true if no lease uses the block and no application retains it.
-bool Residency::may_give_way(NodeId node) const {
+bool Residency::may_evict_first(NodeId node) const {
     return tree_.refs(node) == 0 && tree_.run(node).level <= kDemotedLevel;
 }
 
 // Lists the blocks below a node in scratch_, parents first, without those below one child. Returns
-// false if they are more than `most`, or if one of them may not give way.
+// false if they are more than `most`, or if one of them may not be evicted
+// first.
 bool Residency::list_below(NodeId top, NodeId except, std::size_t most) {
     scratch_.clear();
     const auto list = [&](NodeId node) {
@@ -96,7 +97,7 @@ bool Residency::list_below(NodeId top, NodeId except, std::size_t most) {
     };
     if (!list(top)) return false;
     for (std::size_t i = 0; i < scratch_.size(); ++i) {
-        if (!may_give_way(scratch_[i]) || !list(scratch_[i])) return false;
+        if (!may_evict_first(scratch_[i]) || !list(scratch_[i])) return false;
     }
     return scratch_.size() <= most;
 }

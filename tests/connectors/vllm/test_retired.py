@@ -87,7 +87,7 @@ def test_a_lease_of_which_blocks_have_another_use_has_only_the_blocks_before_the
     assert blocks.ending() == []
 
 
-def test_all_gifts_before_a_lease_ends_are_noted() -> None:
+def test_all_allocations_before_a_lease_ends_are_noted() -> None:
     blocks = Blocks()
     ids = blocks.retire("a", blocks.take(5))
     blocks.take(NUM_BLOCKS - 1 - 3)
@@ -122,6 +122,16 @@ def test_a_lease_with_the_blocks_of_a_newer_one_ends_without_copies() -> None:
     assert blocks.until_ending() == [("b", 0, 5)]
 
 
+def test_the_lease_of_an_earlier_turn_ends_without_copies() -> None:
+    """Otherwise each turn of a conversation would keep the tokens of all turns before it."""
+    blocks = Blocks()
+    ids = blocks.retire("a", blocks.take(5))
+    blocks.share(ids)
+    blocks.retire("b", ids + blocks.take(2))
+    assert blocks.ending() == [("a", 5, 5)]
+    assert blocks.until_ending() == [("b", 0, 7)]
+
+
 def test_a_lease_that_was_not_retired_is_removed() -> None:
     blocks = Blocks()
     ids = blocks.retire("a", blocks.take(2))
@@ -135,7 +145,7 @@ def test_a_lease_that_was_not_retired_is_removed() -> None:
         assert blocks.ending() == []
 
 
-def test_large_gifts_let_leases_end_earlier() -> None:
+def test_large_allocations_let_leases_end_earlier() -> None:
     left = {}
     for size in (1, 6):
         blocks = Blocks(step_blocks=1)

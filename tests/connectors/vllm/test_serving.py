@@ -45,6 +45,7 @@ from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.requests import Parameters
+from aiokv.connectors.vllm.retired import RetiredLeases
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.engine.leases import Leases
 from aiokv.errors import BrokenEngineError, ConfigError, TransferError
@@ -270,6 +271,54 @@ def _image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(
         data=None, modality="image", identifier=identifier, mm_position=position
     )
+
+
+def test_label_of_a_request_whose_lease_cannot_be_retired(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+    release = Leases.release
+
+    def note(leases: Leases, *args: Any, returns: str = "", **options: Any) -> None:
+        labels.append(returns)
+        release(leases, *args, returns=returns, **options)
+
+    monkeypatch.setattr(Leases, "release", note)
+    server = make_server()
+    tokens = evicted_prompt(server, 1)
+    monkeypatch.setattr(RetiredLeases, "is_active", True)  # as after host memory was full
+    wishes = _wishing(2, returns="tool_use", write=False)
+    request = server.add("b", tokens, 2, sampling_params=wishes)
+    server.run()
+    serve_and_check(server, "c", prompt(2, 20), 2)
+    server.drain()
+    assert server.loaded(request) == 40
+    assert "tool_use" in labels
+
+
+def test_no_block_is_saved_of_a_retired_lease_that_ends_inside_an_image(
+    make_server: MakeServer,
+) -> None:
+    """vLLM has given the last blocks of the image to another request."""
+
+    def compute_all(config: VllmConfig) -> None:
+        config.scheduler_config.max_num_batched_tokens = 512
+
+    server = make_server({"cpu_bytes_to_use": 10 * 256}, num_blocks=33, change=compute_all)
+    server.scheduler.max_num_encoder_input_tokens = 64
+    server.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=64)
+    for i in range(5, 7):  # leases are retired after host memory was full
+        serve_and_check(server, f"flood{i}", prompt(i, 45), 1)
+        server.drain()
+    tokens, features = prompt(1, 41), [_image("cat", 2, 36)]
+    server.add("a", tokens, 1, mm_features=features)
+    server.run()
+    serve_and_check(server, "other", prompt(9, 4 * 26), 1)
+    server.drain()
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+    server.add("again", tokens, 1, mm_features=features)
+    server.run()
+    assert server.outputs["again"] == generate(tokens, 0, 1)
 
 
 def test_hit_ends_before_a_different_image(make_server: MakeServer) -> None:
