@@ -158,7 +158,7 @@ class MissingKeys:
 
     async def follow(self, changes: AsyncGenerator[bytes | None]) -> bool:
         """Keep a filter of all keys, until the store has got twice as many keys as it had at the
-        begin: removed keys stay in the filter.
+        beginning: removed keys stay in the filter.
 
         Args:
             changes: see ``Store.follow_keys``.

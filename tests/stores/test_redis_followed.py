@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from aiokv.stores.proof import derive_keys
 from aiokv.stores.redis import RedisStore, commands
 from aiokv.stores.store_set import StoreSet
 from aiokv.stores.use import StoreUse
+from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import Blocks, eventually, ids, keys_of
 from tests.stores.servers_redis import RedisServer, needs_server, running_server
@@ -151,6 +153,29 @@ async def test_quiet_server_stays_followed(
         await one.until_filter_has(1)
         await eventually(is_asked)
         assert one.filter_keys == 1
+
+
+async def test_request_that_exceeds_its_deadline_does_not_end_the_following(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "SILENT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("aiokv.stores.guard.FOLLOW_PAUSE_SECONDS", 2 * PATIENCE_SECONDS)
+    with running_server(tmp_path) as server:
+        async with engine(server.url) as one, engine(server.url) as other:
+            await one.save(0)
+            await one.until_filter_has(1)
+            refreshes = one.store.statistics().details["slot_refreshes"]
+            server.stop()
+            late = asyncio.create_task(one.store.lookup(key(0)))
+            await spin(20)  # it has sent its request
+            late.cancel()
+            await asyncio.wait({late})
+            assert late.cancelled()
+            server.resume()
+            await other.save(1)
+            await one.until_filter_has(2)
+            assert await one.looked_up(1) == (1, 1)
+            assert one.store.statistics().details["slot_refreshes"] > refreshes  # as after an error
 
 
 async def test_user_who_may_not_follow_changes_asks_the_server(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from aiokv.errors import StoreError
 from aiokv.stores import stores_from
 from aiokv.stores.redis import RedisStore
+from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import (
     DONE,
@@ -34,7 +36,6 @@ from tests.stores.servers_redis import (
 from tests.stores.test_redis_followed import Engine, engine
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -196,6 +197,37 @@ async def test_old_master_that_still_runs_is_followed_no_more(
                 with pytest.raises(StoreError, match="READONLY"):
                     await one.save(1)
                 await other.save(2)
+
+                async def is_found() -> bool:
+                    return (await one.looked_up(2))[0] == 1
+
+                await eventually(is_found)
+            finally:
+                await one.stores.aclose()
+
+
+@pytest.mark.asyncio
+async def test_master_that_another_one_has_replaced_is_followed_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiokv.stores.guard.FOLLOW_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("aiokv.stores.redis.commands.SILENT_SECONDS", PATIENCE_SECONDS)
+    with running_server(tmp_path / "old") as old, running_server(tmp_path / "new") as new:
+        async with NamingServer(old.port) as sentinel, engine(new.url) as other:
+            one = Engine(sentinel.url, sentinel="kv")
+            try:
+                await one.stores.open(one.blocks.memory, bytes(32))
+                await one.save(0)
+                await one.until_filter_has(1)
+                await other.save(2)
+                sentinel.named_port = new.port
+                old.stop()
+                late = asyncio.create_task(one.store.lookup(keys_of([0])))
+                await spin(20)  # it has sent its request
+                late.cancel()
+                await asyncio.wait({late})
+                old.resume()
+                await one.store.lookup(keys_of([0]))  # asks for the master first
 
                 async def is_found() -> bool:
                     return (await one.looked_up(2))[0] == 1

@@ -211,7 +211,7 @@ class Nodes:
         try:
             await pool.run(address, lambda connection: job(connection, items))
         except StoreError as error:
-            self._suspect(address)
+            self._lose(address)
             return error
         except asyncio.CancelledError:
             self._suspect(address)  # the node may have been too slow
@@ -221,14 +221,18 @@ class Nodes:
     def _suspect(self, address: Address) -> None:
         self._is_stale = True
         self._failed.add(address)
+
+    def _lose(self, address: Address) -> None:
+        """Note that a node has failed, or is no longer the master."""
+        self._suspect(address)
         if self._following is not None and self._following[0] == address:
-            self._following[1].cancel()  # another node may have become the master
+            self._following[1].cancel()
 
     def _redirects(self, address: Address, item: BatchKey, error: ReplyError) -> bool:
         """Prepare an item for the node that the reply names; return False if it names none."""
         code, _, place = error.text.partition(" ")
         if code in ("CLUSTERDOWN", "READONLY", "MASTERDOWN"):
-            self._suspect(address)
+            self._lose(address)
         if code not in ("MOVED", "ASK"):
             return False
         host, _, port = place.rpartition(" ")[2].rpartition(":")
@@ -248,6 +252,8 @@ class Nodes:
             if self._slots is None or self._is_stale:
                 self._slots = await self._ask_nodes()
                 self.counts["slot_refreshes"] += 1
+                if self._following is not None and self._following[0] not in self._slots.masters:
+                    self._following[1].cancel()
         return self._slots
 
     async def _ask_nodes(self) -> SlotMap:
