@@ -119,6 +119,35 @@ async def test_keys_of_other_prefixes_are_not_followed(server: RedisServer) -> N
         assert [await one.looked_up(n) for n in (0, 1)] == [(0, 0), (1, 1)]
 
 
+class SlowStore(RedisStore):
+    """A store whose list of keys ends when a test says so."""
+
+    is_listed = False
+
+    async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
+        while not self.is_listed:
+            await spin()
+            yield b""
+
+
+async def test_changes_are_yielded_while_the_keys_are_listed(server: RedisServer) -> None:
+    store = SlowStore(server.url, connect_timeout_seconds=PATIENCE_SECONDS)
+    await store.open(Blocks().memory)
+    changes = store.follow_keys()
+    try:
+        assert await anext(changes) == b""
+        server.command("SET", f"aiokv:{key(1).hex()}", "value")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while await anext(changes) != key(1):
+                pass
+        store.is_listed = True
+        while await anext(changes) is not None:
+            pass
+    finally:
+        await changes.aclose()
+        await store.aclose()
+
+
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 async def test_server_that_reports_no_more_saves_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str

@@ -275,14 +275,13 @@ class RedisStore(Store):
         following.add_done_callback(lambda _: changes.put_nowait(None))  # behind all changes
         following.add_done_callback(self._running.discard)
         try:
-            is_listed = False
+            listing, is_listed = self.stored_keys(), False
             while (names := await changes.get()) is not None:
                 yield self._keys_of(names)
-                if not is_listed:
-                    async for keys in self.stored_keys():
-                        yield keys
-                    is_listed = True
-                    yield None
+                while changes.empty() and not is_listed:  # so that few changes are kept
+                    keys = await anext(listing, None)
+                    is_listed = keys is None
+                    yield keys
             await following
         finally:
             following.cancel()
