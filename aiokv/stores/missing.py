@@ -46,66 +46,67 @@ class KeyFilter:
         self.num_keys = 0
         self.is_full = False
         self._room = 0  # of the last layer
-        self._bits = np.zeros(0, np.uint8)
-        self._masks = np.zeros((0, 1, 1), np.uint32)
-        self._begins = np.zeros((0, 1, 1), np.uint32)
-        self._layers: list[tuple[int, int]] = []  # the same, as numbers
-        self._view = memoryview(b"")
+        self._layers: list[NDArray[np.uint8]] = []
+        self._views: list[memoryview] = []
 
     @property
     def num_bytes(self) -> int:
         """Memory of the filter."""
-        return self._bits.nbytes
+        return sum(bits.nbytes for bits in self._layers)
 
     def has(self, keys: bytes) -> NDArray[np.bool_]:
         """Return which keys were probably added, ``[N]``."""
-        if len(keys) > KEY_BYTES:
+        if len(keys) != KEY_BYTES:
             return self._has(_hashes(keys))
-        bits, hashes = self._view, _ONE_KEY.unpack_from(keys)  # 10 times faster for one key
-        for mask, begin in self._layers:
-            places = [(part & mask) + begin for part in hashes]
+        hashes = _ONE_KEY.unpack_from(keys)  # several times faster for one key
+        for bits in self._views:
+            mask = 8 * len(bits) - 1
+            places = [part & mask for part in hashes]
             if all(bits[place >> 3] >> (place & 7) & 1 for place in places):
                 return np.ones(1, np.bool_)
         return np.zeros(1, np.bool_)
 
     def add(self, keys: bytes) -> None:
         """Add keys, or set ``is_full``."""
-        hashes = _hashes(keys)
-        hashes = hashes[~self._has(hashes)]
+        hashes = _hashes(keys)[~self.has(keys)]
         while len(hashes):
             if not self._room and not self._grow():
                 self.is_full = True
                 return
             part, hashes = hashes[: self._room], hashes[self._room :]
-            places = (part & self._masks[-1]) + self._begins[-1]
-            np.bitwise_or.at(self._bits, places >> 3, np.uint8(1) << (places & 7).astype(np.uint8))
+            bits = self._layers[-1]
+            places = _places(part, bits)
+            np.bitwise_or.at(bits, places >> 3, np.uint8(1) << (places & 7).astype(np.uint8))
             self._room -= len(part)
             self.num_keys += len(part)
 
     def _has(self, hashes: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        places = (hashes & self._masks) + self._begins  # [layers, N, _HASHES]
-        is_set = self._bits[places >> 3] >> (places & 7).astype(np.uint8) & 1
-        return np.asarray(is_set.all(axis=2).any(axis=0))
+        found = np.zeros(len(hashes), np.bool_)
+        for bits in self._layers:
+            places = _places(hashes, bits)
+            found |= (bits[places >> 3] >> (places & 7).astype(np.uint8) & 1).all(axis=1)
+        return found
 
     def _grow(self) -> bool:
         """Add a layer; return False if there are ``MAX_LAYERS``."""
-        layer = len(self._masks)
+        layer = len(self._layers)
         if layer == MAX_LAYERS:
             return False
         self._room = FIRST_LAYER_KEYS << layer
-        num_bits = self._room * _BITS_PER_KEY
-        begin = np.uint32(8 * self._bits.nbytes)
-        self._begins = np.append(self._begins, begin).reshape(-1, 1, 1)
-        self._masks = np.append(self._masks, np.uint32(num_bits - 1)).reshape(-1, 1, 1)
-        self._layers.append((num_bits - 1, int(begin)))
-        self._bits = np.append(self._bits, np.zeros(num_bits // 8, np.uint8))
-        self._view = self._bits.data
+        bits = np.zeros(self._room * _BITS_PER_KEY // 8, np.uint8)
+        self._layers.append(bits)
+        self._views.append(bits.data)
         return True
 
 
 def _hashes(keys: bytes) -> NDArray[np.uint32]:
     words = np.frombuffer(keys, np.uint32).reshape(-1, KEY_BYTES // 4)
     return words[:, :_HASHES]
+
+
+def _places(hashes: NDArray[np.uint32], bits: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Return the bits of a layer that keys set, ``[N, _HASHES]``."""
+    return hashes & np.uint32(8 * bits.nbytes - 1)
 
 
 class MissingKeys:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,23 @@ def test_filter_refuses_keys_beyond_its_memory(monkeypatch):
     assert added.is_full
     assert added.num_keys == 63 << 10
     assert added.num_bytes == 63 << 11
+
+
+def test_filter_that_grows_copies_nothing(monkeypatch):
+    monkeypatch.setattr(missing, "FIRST_LAYER_KEYS", 1 << 12)
+    added = KeyFilter()
+    keys = random_keys(35 << 12, 1)
+    tracemalloc.start()
+    try:
+        for first in range(0, len(keys), 256 * KEY_BYTES):
+            used, num_bytes = tracemalloc.get_traced_memory()[0], added.num_bytes
+            tracemalloc.reset_peak()
+            added.add(keys[first : first + 256 * KEY_BYTES])
+            peak = tracemalloc.get_traced_memory()[1] - used
+            assert peak <= added.num_bytes - num_bytes + (128 << 10)
+    finally:
+        tracemalloc.stop()
+    assert added.num_bytes == 63 << 13  # six layers
 
 
 def test_missing_keys_are_remembered_for_seconds_and_in_bounded_memory(monkeypatch):
