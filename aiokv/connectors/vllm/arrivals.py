@@ -109,11 +109,13 @@ class Arrivals:
     def suits_step(self, num_blocks: int, num_computing: int) -> bool:
         """Return True if the step that is being scheduled should wait for a load that begins now.
 
+        Call only if ``steps_wait``.
+
         Args:
             num_blocks: number of blocks of the load, and of those that begin before it.
             num_computing: number of other requests that the step computes.
         """
-        return self.steps_wait and self._is_short(self._link.seconds_of(num_blocks), num_computing)
+        return self._is_short(self._link.seconds_of(num_blocks), num_computing)
 
     def join(self, cached: CachedRequest) -> None:
         """Let the step that is being built wait for the load of a request that it computes."""

@@ -208,9 +208,10 @@ class SchedulerHalf:
         if not self._layerwise:
             # vLLM takes the blocks that it has freed last only after all other free ones. A load to
             # blocks that something still uses would hold the step.
-            has_unused = self._blocks_of(cached) + self._freed.num_blocks <= self._pool.num_free
-            return has_unused and self._arrivals.suits_step(
-                deferred_blocks + num_blocks, self._num_computing
+            return (
+                self._arrivals.steps_wait
+                and self._blocks_of(cached) + self._freed.num_blocks <= self._pool.num_free
+                and self._arrivals.suits_step(deferred_blocks + num_blocks, self._num_computing)
             )
         return self._link.suits_step(
             num_blocks,

@@ -140,7 +140,6 @@ def test_a_short_load_joins_the_step_that_is_scheduled() -> None:
     server.load("a", 10)
     assert server.arrivals.suits_step(10, 1)
     assert not server.arrivals.suits_step(11, 1)  # it is copied behind the other one
-    assert not Server(steps_wait=False).arrivals.suits_step(1, 0)
 
 
 def test_a_request_that_joins_a_step_is_not_told_by_its_report() -> None:
