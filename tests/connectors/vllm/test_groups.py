@@ -253,7 +253,7 @@ def test_events_name_the_group_of_full_attention(
     server = make_server(kinds, {"cpu_bytes_to_use": 16 << 10}, kv_events=True)
     sent: list[Any] = []
     server.scheduler.kv_event_publisher = SimpleNamespace(publish=sent.append, shutdown=lambda: 0)
-    for seed in range(6):  # more than host memory has room for
+    for seed in range(40):  # more than the device and host memory have room for
         serve(server, prompt(seed, 61))
         server.drain()
     serve(server, prompt(7, 5))
