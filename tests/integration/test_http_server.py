@@ -102,6 +102,7 @@ async def until(condition):
 @pytest.mark.loop("uvloop")
 @pytest.mark.asyncio
 async def test_answers_to_200_clients_are_those_without_a_cache(model, monkeypatch):
+    monkeypatch.setattr(http_server, "CAPACITY_WAIT_SECONDS", PATIENCE_SECONDS)
     async with serving(model) as served:
         preempted, preempt = [], aiokv.Lease.preempt
         monkeypatch.setattr(
