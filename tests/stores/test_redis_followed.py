@@ -16,6 +16,7 @@ from aiokv.stores.use import StoreUse
 from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import Blocks, eventually, ids, keys_of
+from tests.stores.servers import free_port
 from tests.stores.servers_redis import RedisServer, needs_server, running_server
 
 if TYPE_CHECKING:
@@ -226,7 +227,8 @@ async def test_user_who_may_not_follow_changes_asks_the_server(
 
 async def test_cluster_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    with running_server(tmp_path, cluster_enabled="yes", cluster_config_file="nodes") as node:
+    options = {"cluster_enabled": "yes", "cluster_port": str(free_port())}
+    with running_server(tmp_path, **options) as node:
         node.command("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)
 
         async def serves() -> bool:
