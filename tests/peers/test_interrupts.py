@@ -53,6 +53,17 @@ async def close(p: Side, d: Side, leases: list[Lease]) -> None:
         await asyncio.wait_for(side.engine.aclose(drain_timeout=0.0), PATIENCE_SECONDS)
 
 
+def finish(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    """Run a loop until a future is done.
+
+    An interrupt stops uvloop once more when it runs again, with a RuntimeError.
+    """
+    while not future.done():
+        with suppress(KeyboardInterrupt, RuntimeError):
+            loop.run_until_complete(future)
+    future.result()
+
+
 def play(new_loop: LoopFactory, at: int) -> Interrupter:
     loop, leases = new_loop(), list["Lease"]()
     loop.set_exception_handler(lambda _, context: None)
@@ -63,20 +74,14 @@ def play(new_loop: LoopFactory, at: int) -> Interrupter:
     with Interrupter(at) as interrupter, suppress(KeyboardInterrupt, AiokvError):
         loop.run_until_complete(moving)
     if interrupter.has_raised:  # a run may have fewer lines than the one that counted them
-        closing = loop.create_task(close(p, d, leases))
-        while not closing.done():
-            with suppress(KeyboardInterrupt):
-                loop.run_until_complete(closing)
-        closing.result()
-        left = asyncio.all_tasks(loop)
-        for task in left:
+        finish(loop, loop.create_task(close(p, d, leases)))
+        for task in asyncio.all_tasks(loop):
             task.cancel()
-        with suppress(KeyboardInterrupt):
-            loop.run_until_complete(asyncio.sleep(0))
     else:
         for side in (p, d):
-            loop.run_until_complete(side.engine.aclose())
-    loop.run_until_complete(asyncio.sleep(0))
+            finish(loop, loop.create_task(side.engine.aclose()))
+    for _ in range(2):
+        finish(loop, loop.create_task(asyncio.sleep(0)))
     loop.close()
     return interrupter
 

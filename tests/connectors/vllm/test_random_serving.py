@@ -361,7 +361,8 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             walk.check()
         walk.finish()
         walk.check()
-        assert walk.server.num_loaded > 0, "nothing was loaded"
+        if "slow" not in mode:  # there, many loads fail or belong to aborted requests
+            assert walk.server.num_loaded > 0, "nothing was loaded"
         if "layerwise, async scheduling" in mode:
             assert walk.num_step_waits > 0
         if mode.startswith("small host"):
