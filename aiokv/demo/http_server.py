@@ -171,8 +171,11 @@ class Scheduler:
         """Yield the tokens of the answer as they are generated."""
         for _ in range(request.stop_length - request.prompt_length):
             while (output := await request.output.get()) is None:  # it was preempted
-                lease = request.lease
-                await lease.resume(len(request.tokens), priority=-1)  # before new requests
+                lease, length = request.lease, len(request.tokens)
+                # Before new requests, but behind those that run: else two preempted requests could
+                # take turns to get the blocks of the other, and leave none for the next token.
+                reserve = self._reserve(length)
+                await lease.resume(length, priority=-1, reserve_blocks=reserve)
                 request.computed = lease.cached_tokens
                 lease.append(request.tokens[self._engine.lengths([lease])[0] :])
                 self._start(request)
@@ -181,6 +184,12 @@ class Scheduler:
             if output in self._end_tokens:
                 return
             yield output
+
+    def _reserve(self, length: int) -> int:
+        """Return how many blocks to leave for running requests."""
+        config = self._engine.config
+        left = config.device_blocks - -(-length // config.block_tokens)
+        return max(config.reserve_blocks, min(len(self._running), left))
 
     def _start(self, request: Request) -> None:
         self._running.append(request)

@@ -14,6 +14,7 @@ import pytest
 import aiokv
 from aiokv.demo import http_server
 from aiokv.testing import ScriptedDevice
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -67,7 +68,11 @@ def requests(count: int, seed: int = 1) -> list[tuple[list[int], int]]:
 
 @asynccontextmanager
 async def serving(
-    monkeypatch: pytest.MonkeyPatch, *, host_blocks: int = 256, device: ScriptedDevice | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    host_blocks: int = 256,
+    reserve_blocks: int = MAX_RUNNING,
+    device: ScriptedDevice | None = None,
 ) -> AsyncIterator[Any]:
     monkeypatch.setattr(http_server, "MAX_RUNNING", MAX_RUNNING)
     monkeypatch.setattr(http_server, "PROMPT_CHUNK", 32)
@@ -78,7 +83,7 @@ async def serving(
         block_tokens=BLOCK_TOKENS,
         device_blocks=DEVICE_BLOCKS,
         host_blocks=host_blocks,
-        reserve_blocks=MAX_RUNNING,
+        reserve_blocks=reserve_blocks,
         strict=True,
     )
     served = SimpleNamespace(step=model.step, swaps=0, drops=0)
@@ -117,6 +122,27 @@ async def test_answers_under_load_are_those_without_a_cache(monkeypatch, host_bl
         assert 0 < served.swaps <= 60  # with a reserve of one block more than 100
         assert (served.drops > 0) == (host_blocks == 8)
         assert served.engine.statistics().hit_device_tokens > 0
+
+
+async def test_preempted_requests_leave_the_blocks_that_a_running_one_waits_for(monkeypatch):
+    """Otherwise two of them take turns to get the blocks of the other, and no step is computed."""
+    quarter = DEVICE_BLOCKS // 4 * BLOCK_TOKENS
+    # The first one needs a block for its first token, and the others do not. All but the last one
+    # fit.
+    lengths = (2 * quarter, quarter - 2, quarter - 2, quarter - 2)
+    load = [([number] * length, 8) for number, length in enumerate(lengths)]
+    async with serving(monkeypatch, reserve_blocks=0) as served, asyncio.timeout(PATIENCE_SECONDS):
+        preempt = aiokv.Lease.preempt
+
+        async def slow(lease: aiokv.Lease, **options: bool) -> None:
+            await preempt(lease, **options)
+            for _ in range(5):  # the blocks are granted to waiting requests meanwhile
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(aiokv.Lease, "preempt", slow)
+        answers = await asyncio.gather(*(served.complete(*asked) for asked in load))
+        assert answers == [answer_without_cache(*asked) for asked in load]
+        assert served.swaps <= 6
 
 
 async def test_clients_that_leave_change_no_other_answer(monkeypatch):
