@@ -110,7 +110,7 @@ def _places(hashes: NDArray[np.uint32], bits: NDArray[np.uint8]) -> NDArray[np.u
 
 
 class MissingKeys:
-    """What is known about keys that one store does not have, of all groups. Used on one loop.
+    """Keys that one store is known not to have, of all groups. Used on one loop.
 
     Args:
         seconds: time for which the answer of a lookup is remembered; 0 for not at all.
@@ -158,8 +158,10 @@ class MissingKeys:
                 self._filter = None
 
     async def follow(self, changes: AsyncGenerator[bytes | None]) -> bool:
-        """Keep a filter of all keys, until the store has got twice as many keys as it had at the
-        beginning: removed keys stay in the filter.
+        """Keep a filter of all keys.
+
+        It ends when the store has got about twice as many keys as it had at the beginning, because
+        removed keys stay in the filter.
 
         Args:
             changes: see ``Store.follow_keys``.

@@ -230,9 +230,7 @@ class StoreSet:
         if not num_blocks or self._proof is None:
             return NOTHING
         readable = [i for i, guard in enumerate(self._guards) if guard.admits_read()]
-        if not readable:
-            return NOTHING
-        if not self.may_have(digests[:KEY_BYTES]):
+        if not readable or not self.may_have(digests[:KEY_BYTES]):
             return NOTHING
         keys = derive_keys(self._fingerprint, digests)
         found = await self._ask(readable, keys, is_prefix=True)

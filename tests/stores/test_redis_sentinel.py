@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -36,7 +37,7 @@ from tests.stores.servers_redis import (
 from tests.stores.test_redis_followed import Engine, engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from aiokv.stores.base import Store
@@ -180,10 +181,26 @@ class NamingServer(Listener):
             writer.write(f"*2\r\n$9\r\n127.0.0.1\r\n${len(text)}\r\n{text}\r\n".encode())
 
 
-@pytest.mark.asyncio
-async def test_old_master_that_still_runs_is_followed_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Failover(NamedTuple):
+    """Two servers: ``one`` follows the old one by a Sentinel, ``other`` uses the new one."""
+
+    old: RedisServer
+    new: RedisServer
+    sentinel: NamingServer
+    one: Engine
+    other: Engine
+
+    async def finds_the_keys_of_the_new_server(self) -> None:
+        """Return when ``one`` finds key 2, which ``other`` has saved."""
+
+        async def is_found() -> bool:
+            return (await self.one.looked_up(2))[0] == 1
+
+        await eventually(is_found)
+
+
+@asynccontextmanager
+async def failing_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Failover]:
     monkeypatch.setattr("aiokv.stores.guard.FOLLOW_PAUSE_SECONDS", 0.1)
     with running_server(tmp_path / "old") as old, running_server(tmp_path / "new") as new:
         async with NamingServer(old.port) as sentinel, engine(new.url) as other:
@@ -192,49 +209,40 @@ async def test_old_master_that_still_runs_is_followed_no_more(
                 await one.stores.open(one.blocks.memory, bytes(32))
                 await one.save(0)
                 await one.until_filter_has(1)
-                sentinel.named_port = new.port
-                old.command("REPLICAOF", "127.0.0.1", free_port())  # without a link to the new one
-                with pytest.raises(StoreError, match="READONLY"):
-                    await one.save(1)
-                await other.save(2)
-
-                async def is_found() -> bool:
-                    return (await one.looked_up(2))[0] == 1
-
-                await eventually(is_found)
+                yield Failover(old, new, sentinel, one, other)
             finally:
                 await one.stores.aclose()
+
+
+@pytest.mark.asyncio
+async def test_old_master_that_still_runs_is_followed_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with failing_over(tmp_path, monkeypatch) as both:
+        both.sentinel.named_port = both.new.port
+        both.old.command("REPLICAOF", "127.0.0.1", free_port())  # without a link to the new one
+        with pytest.raises(StoreError, match="READONLY"):
+            await both.one.save(1)
+        await both.other.save(2)
+        await both.finds_the_keys_of_the_new_server()
 
 
 @pytest.mark.asyncio
 async def test_master_that_another_one_has_replaced_is_followed_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiokv.stores.guard.FOLLOW_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("aiokv.stores.redis.commands.SILENT_SECONDS", PATIENCE_SECONDS)
-    with running_server(tmp_path / "old") as old, running_server(tmp_path / "new") as new:
-        async with NamingServer(old.port) as sentinel, engine(new.url) as other:
-            one = Engine(sentinel.url, sentinel="kv")
-            try:
-                await one.stores.open(one.blocks.memory, bytes(32))
-                await one.save(0)
-                await one.until_filter_has(1)
-                await other.save(2)
-                sentinel.named_port = new.port
-                old.stop()
-                late = asyncio.create_task(one.store.lookup(keys_of([0])))
-                await spin(20)  # it has sent its request
-                late.cancel()
-                await asyncio.wait({late})
-                old.resume()
-                await one.store.lookup(keys_of([0]))  # asks for the master first
-
-                async def is_found() -> bool:
-                    return (await one.looked_up(2))[0] == 1
-
-                await eventually(is_found)
-            finally:
-                await one.stores.aclose()
+    async with failing_over(tmp_path, monkeypatch) as both:
+        await both.other.save(2)
+        both.sentinel.named_port = both.new.port
+        both.old.stop()
+        late = asyncio.create_task(both.one.store.lookup(keys_of([0])))
+        await spin(20)  # it has sent its request
+        late.cancel()
+        await asyncio.wait({late})
+        both.old.resume()
+        await both.one.store.lookup(keys_of([0]))  # asks for the master first
+        await both.finds_the_keys_of_the_new_server()
 
 
 @pytest.mark.asyncio

@@ -96,7 +96,8 @@ class Onload:
     Attributes:
         first: first position, which follows vLLM's own hit.
         end: position behind the last one.
-        in_step: True if the first step of the request waits for the blocks layer by layer.
+        in_step: with ``"layerwise"``, True if the first step of the request waits for the blocks,
+            and its workers report no end of the load.
         after_step: last step that was sent to the workers before vLLM has given the blocks.
         started: True after the transfers have begun.
         layers: the transfers; None before they have begun, and if they could not.
@@ -128,7 +129,8 @@ class CachedRequest:
         lease: the lease; None without the cache, and after a failure or a reset.
         known_tokens: tokens that the lease knows.
         granting: the wait for blocks of the stores; None when the lease is granted.
-        loads_in_step: True if, as of the last match, the first step should wait for the load.
+        loads_in_step: True if, as of the last match, the step that vLLM schedules then should
+            compute the request, and wait for the load.
         onload: the load that the request waits for or has waited for.
         tables: vLLM's blocks of the request.
         kept_tokens: vLLM has the blocks that computing behind this many positions needs; it may

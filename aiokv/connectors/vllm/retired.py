@@ -46,8 +46,7 @@ class Ending(NamedTuple):
 
 class _Retired(NamedTuple):
     lease: SyncLease
-    block_ids: list[int]
-    ids: NDArray[np.int64]
+    ids: NDArray[np.int32]
     number: int
 
 
@@ -128,7 +127,7 @@ class RetiredLeases:
         if self._given_at is None or self._retired_at is None:
             self._given_at = np.zeros(self._pool.size, np.int64)
             self._retired_at = np.zeros(self._pool.size, np.int64)
-        retired = _Retired(lease, block_ids, np.array(block_ids), next(self._numbers))
+        retired = _Retired(lease, np.array(block_ids, np.int32), next(self._numbers))
         self._retired_at[retired.ids] = retired.number
         # The leases of earlier turns of a conversation end: this one has all of their blocks.
         for block_id in self._retired.keys() & block_ids:
@@ -163,12 +162,13 @@ class RetiredLeases:
     def _ending(self, retired: _Retired) -> Ending:
         assert self._given_at is not None
         assert self._retired_at is not None
+        block_ids = retired.ids.tolist()
         given = np.flatnonzero(self._given_at[retired.ids] > retired.number)
-        valid = int(given[0]) if len(given) else len(retired.ids)
+        valid = int(given[0]) if len(given) else len(block_ids)
         newer = self._retired_at[retired.ids[:valid]] > retired.number
         kept = valid if newer.all() else int(newer.argmin())
         # Requests that run share leading blocks, too.
         kept = bisect_left(
-            range(valid), True, lo=kept, key=lambda i: not self._pool.is_used(retired.block_ids[i])
+            range(valid), True, lo=kept, key=lambda i: not self._pool.is_used(block_ids[i])
         )
-        return Ending(retired.lease, retired.block_ids, kept, valid)
+        return Ending(retired.lease, block_ids, kept, valid)

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -31,7 +32,7 @@ from aiokv.stores.redis.options import (
 from aiokv.stores.redis.pool import until_ended
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -248,7 +249,7 @@ class RedisStore(Store):
         await self._run(items, commands.remove)
         return self._results("remove", items)
 
-    async def stored_keys(self, label: bytes = b"") -> AsyncIterator[bytes]:
+    async def stored_keys(self, label: bytes = b"") -> AsyncGenerator[bytes]:
         """Yield the keys of all masters, with ``SCAN``; see :class:`Store`.
 
         Raises:
@@ -274,14 +275,15 @@ class RedisStore(Store):
         self._running.add(following)
         following.add_done_callback(lambda _: changes.put_nowait(None))  # behind all changes
         following.add_done_callback(self._running.discard)
+        is_listed = False
         try:
-            listing, is_listed = self.stored_keys(), False
-            while (names := await changes.get()) is not None:
-                yield self._keys_of(names)
-                while changes.empty() and not is_listed:  # so that few changes are kept
-                    keys = await anext(listing, None)
-                    is_listed = keys is None
-                    yield keys
+            async with aclosing(self.stored_keys()) as listing:
+                while (names := await changes.get()) is not None:
+                    yield self._keys_of(names)
+                    while changes.empty() and not is_listed:  # so that few changes are kept
+                        keys = await anext(listing, None)
+                        is_listed = keys is None
+                        yield keys
             await following
         finally:
             following.cancel()

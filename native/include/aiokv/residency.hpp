@@ -67,10 +67,10 @@ class Residency {
     // nothing uses. Returns their number.
     std::uint32_t demote(std::span<const NodeId> path);
     std::uint32_t forget(std::span<const NodeId> path);
-    // Evicts the copies of a path before all others, because another cache has its blocks. Begins
-    // with the last block. Blocks below other children of a block of the path leave before this
-    // block. Ends at a block in use, and where there are more such blocks than the rest of the path
-    // has.
+    // Evicts the copies of a path before all others, because another cache has its blocks: from the
+    // last block up to one that is in use. A block with other children is evicted after all blocks
+    // below these, and ends the path here if those are more than the blocks that become evictable
+    // with it.
     void evict_first(std::span<const NodeId> path);
     void end_retentions(std::uint64_t now) { evictable_.end_retentions(now); }
     // Makes room for a lease from now on: the share of its salt is used up before other shares.

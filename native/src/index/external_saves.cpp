@@ -140,8 +140,9 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
 }
 
 // Returns true if host blocks should be evicted for the copies of a lease. A copy of a block that
-// the server keeps is of no use, but the copies behind it need it. So the blocks that the server
-// may lose have to be at least as many as the kept ones that only this lease needs.
+// the server keeps is of no use itself, but a copy behind it cannot be hit without it. So the
+// blocks that the server may lose have to be at least as many as the kept ones that only this lease
+// needs.
 bool ExternalSaves::should_evict(const Lease& lease, std::size_t end) const {
     const PrefixTree& tree = index_.tree();
     const std::size_t kept = std::min<std::size_t>(lease.kept_blocks, end);

@@ -84,8 +84,7 @@ bool Residency::may_evict_first(NodeId node) const {
 }
 
 // Lists the blocks below a node in scratch_, parents first, without those below one child. Returns
-// false if they are more than `most`, or if one of them may not be evicted
-// first.
+// false if they are more than `most`, or if one of them may not be evicted first.
 bool Residency::list_below(NodeId top, NodeId except, std::size_t most) {
     scratch_.clear();
     const auto list = [&](NodeId node) {

@@ -634,8 +634,7 @@ void bind_core(nb::module_& m) {
             "lease"_a, "ids"_a, "tokens"_a, "group_ids"_a = nb::none(), "step"_a = 0,
             "kept_blocks"_a = 0,
             "assign() ids whose positions are computed, append() tokens, and commit() all "
-            "positions "
-            "of the table.")
+            "positions of the table.")
         .def(
             "retire", &Core::retire, "lease"_a, "label"_a = "",
             "Drop the refs of a lease whose ids the server's cache keeps. Return False if it could "

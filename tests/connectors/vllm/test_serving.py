@@ -273,9 +273,9 @@ def _image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
     )
 
 
-def test_label_of_a_request_whose_lease_cannot_be_retired(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The labels of the leases that were released, in order."""
     labels: list[str] = []
     release = Leases.release
 
@@ -284,6 +284,12 @@ def test_label_of_a_request_whose_lease_cannot_be_retired(
         release(leases, *args, returns=returns, **options)
 
     monkeypatch.setattr(Leases, "release", note)
+    return labels
+
+
+def test_label_of_a_request_whose_lease_cannot_be_retired(
+    make_server: MakeServer, labels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server()
     tokens = evicted_prompt(server, 1)
     monkeypatch.setattr(RetiredLeases, "is_active", True)  # as after host memory was full
@@ -434,16 +440,8 @@ def test_load_has_the_priority_of_its_request(
 
 
 def test_label_of_a_request_is_that_of_its_release(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+    make_server: MakeServer, labels: list[str]
 ) -> None:
-    labels: list[str] = []
-    release = Leases.release
-
-    def note(leases: Leases, *args: Any, returns: str = "", **options: Any) -> None:
-        labels.append(returns)
-        release(leases, *args, returns=returns, **options)
-
-    monkeypatch.setattr(Leases, "release", note)
     server = make_server()
     server.add("a", prompt(1, 20), 2, sampling_params=_wishing(2, returns="tool_use"))
     server.run()
