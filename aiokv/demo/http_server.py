@@ -171,10 +171,11 @@ class Scheduler:
         """Yield the tokens of the answer as they are generated."""
         for _ in range(request.stop_length - request.prompt_length):
             while (output := await request.output.get()) is None:  # it was preempted
-                lease, length = request.lease, len(request.tokens)
+                lease, length, config = request.lease, len(request.tokens), self._engine.config
                 # Before new requests, but behind those that run: else two preempted requests could
                 # take turns to get the blocks of the other, and leave none for the next token.
-                reserve = self._reserve(length)
+                left = config.device_blocks - -(-length // config.block_tokens)
+                reserve = max(config.reserve_blocks, min(len(self._running), left))
                 await lease.resume(length, priority=-1, reserve_blocks=reserve)
                 request.computed = lease.cached_tokens
                 lease.append(request.tokens[self._engine.lengths([lease])[0] :])
@@ -184,12 +185,6 @@ class Scheduler:
             if output in self._end_tokens:
                 return
             yield output
-
-    def _reserve(self, length: int) -> int:
-        """Return how many blocks to leave for running requests."""
-        config = self._engine.config
-        left = config.device_blocks - -(-length // config.block_tokens)
-        return max(config.reserve_blocks, min(len(self._running), left))
 
     def _start(self, request: Request) -> None:
         self._running.append(request)
@@ -566,20 +561,16 @@ def make_app(engine: aiokv.CacheEngine, model: Model) -> Starlette:
         entry = {"id": model.name, "object": "model", "created": created, "owned_by": "aiokv"}
         return JSONResponse({"object": "list", "data": [entry]})
 
-    async def page(request: HttpRequest) -> RedirectResponse:
-        return RedirectResponse("aiokv/")
-
     async def refuse(request: HttpRequest, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return JSONResponse(
-            problem(error.detail, error.status_code), error.status_code, headers=error.headers
-        )
+        status, content = error.status_code, problem(error.detail, error.status_code)
+        return JSONResponse(content, status, headers=error.headers)
 
     routes = [
         Route("/v1/models", models),
         Route("/v1/completions", Endpoint(scheduler, model, Completion), methods=["POST"]),
         Route("/v1/chat/completions", Endpoint(scheduler, model, Chat), methods=["POST"]),
-        Route("/", page),
+        Route("/", RedirectResponse("aiokv/"), methods=["GET"]),
         Mount("/aiokv", observer),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refuse})
