@@ -1050,6 +1050,11 @@ class SlotTable:
         Return the numbers of keys by label, of the `count` largest labels of each kind.
         """
 
+    def publish(self, counters: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Count the stored keys in `counters`, which several tables may share, until the table is destroyed; see may_have_any(). Call once.
+        """
+
     @property
     def high_water(self) -> int:
         """Slots that were ever reserved."""
@@ -1080,6 +1085,13 @@ class SlotTable:
 
     def check(self) -> str:
         """Return the first violated invariant, or ""."""
+
+KEY_COUNTERS_PER_KEY: int = 12
+
+def may_have_any(counters: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes) -> bool:
+    """
+    Return False if no table that has published its keys in `counters` has any of these.
+    """
 
 class JournalReplay:
     """Rebuilds a slot table from a journal."""

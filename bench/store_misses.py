@@ -5,7 +5,7 @@ memory of ``aiokv store serve``, and three with a Redis server on this machine, 
 blocks of other prompts.
 
 * ``disk``: the index of the store is in memory.
-* ``host``: the engine asks the service for each prompt.
+* ``host``: the engine reads the filter of the service.
 * ``followed``: the engine follows the changes of the server, so it knows that the block is missing.
 * ``remembered``: it does not, but the server has answered for the same prompt before.
 * ``asked``: the engine asks the server for each prompt, as it did before it knew either.

@@ -1,9 +1,12 @@
 // The slot table against a map, and the replay of damaged journals.
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 
 #include "aiokv/error.hpp"
 #include "aiokv/journal_replay.hpp"
@@ -194,6 +197,80 @@ TEST(a_snapshot_lists_all_keys_while_slots_are_used) {
         }
         for (const std::uint32_t number : kept) CHECK(listed.contains(number));
     }
+}
+
+TEST(published_keys_are_found_while_any_table_has_them) {
+    const auto hashed = [](std::uint32_t number) {
+        StoreKey bytes = key(number);
+        std::mt19937_64 rng(number);
+        for (std::size_t at = 0; at < 16; at += 8) {
+            const std::uint64_t word = rng();
+            std::memcpy(bytes.data() + at, &word, sizeof word);
+        }
+        return bytes;
+    };
+    std::vector<std::uint8_t> counters(KeyCounts::kCountersPerKey * 1'000);
+    const auto found = [&](std::uint32_t begin, std::uint32_t end) {
+        std::uint32_t count = 0;
+        for (; begin < end; ++begin) count += KeyCounts::may_have(counters, hashed(begin));
+        return count;
+    };
+    {
+        SlotTable memory(500), disk(500);
+        memory.grow(500);
+        disk.grow(500);
+        memory.publish(KeyCounts(counters));
+        for (std::uint32_t i = 0; i < 500; ++i) add(memory, {hashed(i)});
+        for (std::uint32_t i = 0; i < 200; ++i) add(disk, {hashed(i)});
+        disk.publish(KeyCounts(counters));  // with the keys that it has
+        for (std::uint32_t i = 500; i < 800; ++i) add(disk, {hashed(i)});
+        CHECK_EQ(found(0, 800), 800u);
+        CHECK(found(1'000, 11'000) < 70);
+        CHECK_EQ(memory.evict(500), 500u);
+        CHECK_EQ(found(0, 200), 200u);  // the other table has them
+        CHECK_EQ(found(500, 800), 300u);
+        CHECK(found(200, 500) < 10);
+        const StoreKey again = hashed(0);
+        auto slot = disk.reserve(1);
+        CHECK(slot.empty());
+        disk.remove({&again, 1});
+        disk.settle(disk.unsettled_total(), 1);
+        CHECK_EQ(found(0, 1), 0u);
+        add(disk, {again});
+        CHECK_EQ(found(0, 200), 200u);
+    }
+    CHECK(std::ranges::all_of(counters, [](std::uint8_t count) { return count == 0; }));
+}
+
+TEST(a_published_key_is_found_while_it_moves_to_other_slots) {
+    std::vector<std::uint8_t> counters(KeyCounts::kCountersPerKey * 8);
+    SlotTable table(8);
+    table.grow(8);
+    table.publish(KeyCounts(counters));
+    add(table, {key(1)});
+    std::atomic<bool> has_ended = false;
+    std::jthread mover([&] {
+        for (int i = 0; i < 200'000; ++i) {
+            add(table, {key(1)});
+            table.settle(table.unsettled_total(), 8);
+            table.take_records();
+        }
+        has_ended = true;
+    });
+    bool found = true;
+    while (!has_ended) found = found && KeyCounts::may_have(counters, key(1));
+    CHECK(found);
+}
+
+TEST(key_counts_that_are_full_miss_no_key) {
+    std::vector<std::uint8_t> counters(2);
+    const KeyCounts counts{counters};
+    for (std::uint32_t i = 0; i < 1'000; ++i) counts.add(key(i));
+    for (std::uint32_t i = 1; i < 1'000; ++i) counts.remove(key(i));
+    CHECK(KeyCounts::may_have(counters, key(0)));
+    counters.assign(2, 0);
+    counts.remove(key(0));  // as of counters that another process has written
+    CHECK(!KeyCounts::may_have(counters, key(0)));
 }
 
 TEST(replay_restores_what_was_written) {

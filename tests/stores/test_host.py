@@ -346,6 +346,94 @@ async def test_a_client_that_breaks_the_protocol_is_cut(server: HostServer) -> N
         await save(store, blocks, [1])
 
 
+# --- the filter of keys -------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_keys_that_the_service_lacks_are_known_without_a_lookup(server: HostServer) -> None:
+    blocks = Blocks()
+    async with opened(HostMedium(server), blocks) as first, opened(HostMedium(server), blocks) as s:
+        assert s.may_have_any(keys_of([1])), "a store that is not attached does not know"
+        await s.lookup(keys_of([1]))
+        for number in range(20):
+            assert not s.may_have_any(keys_of([number]))
+            await save(first, blocks, [number])
+            assert s.may_have_any(keys_of([1_000, number, 1_001])), "as soon as the save has ended"
+        assert not s.may_have_any(keys_of(range(20, 60)))
+        await first.remove(keys_of([3]))
+        assert not s.may_have_any(keys_of([3]))
+
+        server.kill()
+
+        async def has_noticed_the_end() -> bool:
+            return s.may_have_any(keys_of([3]))
+
+        await eventually(has_noticed_the_end)
+        server.start()
+        await eventually(lambda: is_answered(s))
+        assert not s.may_have_any(keys_of(range(20))), "the memory of the new service is empty"
+        await save(first, blocks, [1])
+        assert s.may_have_any(keys_of([1]))
+
+
+async def is_answered(store: Store) -> bool:
+    with suppress(StoreError):
+        await store.lookup(keys_of([0]))
+        return True
+    return False
+
+
+@pytest.mark.asyncio
+async def test_keys_on_the_disk_below_are_never_missing_in_the_filter(
+    server_with_disk: HostServer,
+) -> None:
+    """Eight of forty objects fit into memory. Loads bring others back, and thus evict."""
+    server, blocks, rng = server_with_disk, Blocks(), np.random.default_rng(0)
+    async with opened(HostMedium(server), blocks) as store:
+        removed: set[int] = set()
+        for number in range(40):
+            await save(store, blocks, [number])
+            await eventually(lambda number=number: saved_below(server, number + 1))
+            other = int(rng.integers(number + 1))
+            if number % 5 == 4 and other not in removed:
+                await store.remove(keys_of([other]))
+                removed.add(other)
+            elif other not in removed:
+                assert (await store.load(keys_of([other]), ids(9))).tolist() == [DONE]
+            for key in range(number + 1):
+                assert store.may_have_any(keys_of([key])) is (key not in removed)
+    server.terminate()
+    server.start()
+    async with opened(HostMedium(server), blocks) as store:
+        await store.lookup(keys_of([0]))
+        for key in range(80):
+            assert store.may_have_any(keys_of([key])) is (key < 40 and key not in removed)
+
+
+@pytest.mark.asyncio
+async def test_requests_for_prompts_that_the_service_lacks_do_not_ask_it(
+    server: HostServer,
+) -> None:
+    async with engine(server.url) as first, engine(server.url) as second:
+        for seed in range(1, 4):
+            assert await hit_blocks(second, seed) == 0
+        store = second.statistics.stores[0]
+        assert (store.lookups, store.spared_lookups) == (1, 2)  # the first one attaches
+        await hit_blocks(first, 9)
+        await saved(first, 1)
+        assert await hit_blocks(second, 9) == PROMPT_BLOCKS
+        assert second.statistics.stores[0].lookups == 2
+
+
+@pytest.mark.asyncio
+async def test_an_engine_of_another_version_is_refused(
+    server: HostServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiokv.stores.host.link.PROTOCOL_VERSION", 2)
+    with pytest.raises(StoreError, match="has version 2 of the protocol; this service has"):
+        await attach(server.path, Blocks().memory)
+
+
 # --- the store below ----------------------------------------------------------------------------
 
 
@@ -424,8 +512,8 @@ async def test_sigterm_saves_what_waits_and_removes_the_socket(
 async def test_a_fetch_waits_for_the_cancelled_one_that_still_writes_its_blocks() -> None:
     store, pools, threads = ScriptedStore(), SlotPools(8 * PITCH), StoreThreads("test", 1)
     pool = pools.pool(9_984, PITCH)
-    below = await Below(StoreUse(store), pool, pools, threads, 1.0, None).opened()
-    (part,) = store.parts.values()
+    part = store.for_group("9984")
+    below = await Below(StoreUse(part), pool, pools, threads, 1.0, None).opened()
     first, second = keys_of([1]), keys_of([2])
     part.objects |= {key: object_of(key, 9_984) for key in (first, second)}
     late = part.hold("load", call=0)
@@ -579,9 +667,10 @@ def test_memory_that_a_pool_gives_returns_to_the_kernel() -> None:
     pools = SlotPools(64 * 4_096)
     pool = pools.pool(4_032, 4_096)
     filled(pools, 4_032, 0, 64)
-    assert os.fstat(pool.descriptor).st_blocks * 512 == 64 * 4_096
+    filter_bytes = 4_096
+    assert os.fstat(pool.descriptor).st_blocks * 512 == 64 * 4_096 + filter_bytes
     pool.give(16 * 4_096)
-    assert os.fstat(pool.descriptor).st_blocks * 512 == 48 * 4_096
+    assert os.fstat(pool.descriptor).st_blocks * 512 == 48 * 4_096 + filter_bytes
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(pool.descriptor, 0)
     pools.close()

@@ -22,6 +22,9 @@ from aiokv.stores.threads import StoreThreads
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from aiokv.stores.base import StoreMemory
     from aiokv.stores.disk.layouts import OtherLayouts
     from aiokv.stores.disk.recovery import Recovered
@@ -75,8 +78,9 @@ class OpenStore:
         capacity_bytes: int,
         min_free_bytes: int,
         fsync_seconds: float,
+        counters: NDArray[np.uint8] | None = None,
     ) -> OpenStore:
-        """Recover a store, or begin a new one.
+        """Recover a store, or begin a new one. The table counts its keys in ``counters``, if given.
 
         Raises:
             ConfigError, OSError: see ``DiskStore.open``.
@@ -92,6 +96,8 @@ class OpenStore:
                 resources.callback(DirectoryLock(directory.path).release)
                 volume, others = find_layout(directory, memory)
                 recovered = _recover(volume, others, memory, capacity_bytes)
+                if counters is not None:
+                    recovered.table.publish(counters)
                 resources.callback(recovered.segments.close)
                 if recovered.journal is not None:
                     resources.callback(recovered.journal.close)

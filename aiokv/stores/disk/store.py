@@ -95,6 +95,7 @@ class DiskStore(Store):
         )
         self._volume = Volume(folder) if volume is None else volume
         self.state_folder = self._volume.path
+        self._counters: NDArray[np.uint8] | None = None
         self._open: OpenStore | None = None
         self._closing: asyncio.Future[None] | None = None
 
@@ -135,6 +136,11 @@ class DiskStore(Store):
             volume=self._volume.below(name),
         )
 
+    def publish_keys(self, counters: NDArray[np.uint8]) -> None:
+        """Count the stored keys in ``counters`` while the store is open; see
+        ``_native.SlotTable.publish``. Call before ``open``."""
+        self._counters = counters
+
     async def open(self, memory: StoreMemory) -> None:
         """Lock the directory, replay its journal, and register the memory; see :class:`Store`.
 
@@ -156,6 +162,7 @@ class DiskStore(Store):
                 capacity_bytes=capacity_bytes,
                 min_free_bytes=self._min_free_bytes,
                 fsync_seconds=self._fsync_seconds,
+                counters=self._counters,
             )
         except OSError as error:
             raise StoreError(

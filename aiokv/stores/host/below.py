@@ -8,14 +8,12 @@ lock its blocks in memory, and memory of the service moves between sizes.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from aiokv.base.logs import Log
-from aiokv.errors import InternalError
 from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import KEY_BYTES, Result, StoreMemory, selected, split_keys
 from aiokv.stores.guard import StoreGuard
@@ -40,7 +38,7 @@ class Below:
     """The part of a store that has the objects of one pool. Used on one loop.
 
     Args:
-        use: the store of the service, not opened.
+        use: the part of the store for objects of this size, not opened.
         pool: slots of the objects.
         pools: reserves the slots of loaded objects.
         threads: copy objects.
@@ -63,11 +61,8 @@ class Below:
         costs: Costs | None,
     ) -> None:
         self.saved_blocks = self.loaded_blocks = self.dropped_blocks = 0
-        part = use.store.for_group(f"{pool.payload_bytes}-{pool.pitch_bytes}")
-        if part is None:
-            raise InternalError(f"{use.store.url} takes objects of one group")
-        self._store = part
-        self._guard = StoreGuard(replace(use, store=self._store), costs)
+        self._store = use.store
+        self._guard = StoreGuard(use, costs)
         self._pool = pool
         self._pools = pools
         self._threads = threads

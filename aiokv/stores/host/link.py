@@ -153,7 +153,11 @@ async def attach(path: Path, memory: StoreMemory) -> tuple[Link, SharedMemory]:
         if not isinstance(admission, Welcome) or descriptor is None:
             raise StoreError(f"the host service at {path} has sent no memory")
         shared = SharedMemory(
-            descriptor, admission.num_slots, memory.payload_bytes, memory.pitch_bytes
+            descriptor,
+            admission.num_slots,
+            memory.payload_bytes,
+            memory.pitch_bytes,
+            admission.num_counters,
         )
     except BaseException:
         connected.close()

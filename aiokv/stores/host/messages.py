@@ -5,6 +5,8 @@
     engine                           service
     Hello(sizes, share) ───────────►
           ◄───────────────────────── Welcome, with the descriptor of the memory   or Refuse(why)
+                                     (from now on, a filter in the memory spares most lookups of
+                                     keys that are not stored)
     Lookup(number, keys) ──────────►
           ◄───────────────────────── Reply(number): a byte per key, 1 if it is stored
     Load(number, keys) ────────────►
@@ -38,7 +40,7 @@ import msgspec
 
 from aiokv.wire.messages import Codec, Ping, Pong, encode
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
 PRESENT: Final = -1  # instead of a slot: the key is stored
@@ -74,9 +76,15 @@ class Inspect(_Message, frozen=True, tag="inspect"):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """Send the memory, whose descriptor comes with the first byte of this message."""
+    """Send the memory, whose descriptor comes with the first byte of this message.
+
+    Attributes:
+        num_slots: number of slots.
+        num_counters: bytes behind the slots: the filter of all keys of this size.
+    """
 
     num_slots: int
+    num_counters: int
 
 
 class Refuse(_Message, frozen=True, tag="refuse"):

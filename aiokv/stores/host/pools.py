@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from aiokv._native import SlotTable
+from aiokv._native import KEY_COUNTERS_PER_KEY, SlotTable
 from aiokv.stores.base import KEY_BYTES, selected
 from aiokv.stores.host.messages import NO_SLOT, PRESENT, Counts
 from aiokv.stores.host.shared_memory import SharedMemory
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_MAX_SLOTS: Final = (1 << 31) - 1
 _ALL: Final = 1 << 62
 
 
@@ -38,14 +39,18 @@ class SlotPool:
         table: keys, pins and recency.
     """
 
-    def __init__(self, capacity_bytes: int, payload_bytes: int, pitch_bytes: int) -> None:
-        self.num_slots = min(capacity_bytes // pitch_bytes, (1 << 31) - 1)
+    def __init__(
+        self, capacity_bytes: int, below_bytes: int, payload_bytes: int, pitch_bytes: int
+    ) -> None:
+        self.num_slots = min(capacity_bytes // pitch_bytes, _MAX_SLOTS)
+        num_keys = self.num_slots + min(below_bytes // pitch_bytes, _MAX_SLOTS)
         self.memory, self.descriptor = SharedMemory.create(
-            self.num_slots, payload_bytes, pitch_bytes
+            self.num_slots, payload_bytes, pitch_bytes, KEY_COUNTERS_PER_KEY * num_keys
         )
         self.payload_bytes = payload_bytes
         self.pitch_bytes = pitch_bytes
         self.table = SlotTable(self.num_slots)
+        self.table.publish(self.memory.counters)
         self._shares: dict[Hashable, float] = {}
         self._given: list[int] = []  # reserved slots whose memory other pools have
         self._exists = np.zeros(self.num_slots, np.bool_)  # pages of a slot exist
@@ -147,13 +152,18 @@ class SlotPool:
 class SlotPools:
     """The pools of the service.
 
-    Attributes:
+    Args:
         capacity_bytes: limit of the memory of all pools.
+        below_bytes: limit of the store below; 0 without one.
+
+    Attributes:
+        capacity_bytes: as given.
         pools: by payload and pitch.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, below_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
+        self._below_bytes = below_bytes
         self.pools: dict[tuple[int, int], SlotPool] = {}
 
     def pool(self, payload_bytes: int, pitch_bytes: int) -> SlotPool:
@@ -164,7 +174,7 @@ class SlotPools:
         """
         size = payload_bytes, pitch_bytes
         if size not in self.pools:
-            self.pools[size] = SlotPool(self.capacity_bytes, *size)
+            self.pools[size] = SlotPool(self.capacity_bytes, self._below_bytes, *size)
         return self.pools[size]
 
     def wanted(self, pool: SlotPool, keys: bytes) -> NDArray[np.int32]:

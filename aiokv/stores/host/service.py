@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
@@ -73,7 +74,6 @@ class HostService:
 
     def __init__(self, path: Path, capacity_bytes: int, below: StoreUse | None = None) -> None:
         self._path = path
-        self._pools = SlotPools(capacity_bytes)
         self._below_use = below
         self._costs = None if below is None else Costs.new(below)
         self._below: dict[tuple[int, int], asyncio.Task[Below]] = {}
@@ -91,6 +91,8 @@ class HostService:
                     hint="write --below 'disk:/nvme/kv?bytes=400GiB'",
                 )
             self._disk = below.store
+        below_bytes = 0 if self._disk is None else self._disk.statistics().capacity_bytes
+        self._pools = SlotPools(capacity_bytes, below_bytes)
 
     async def __aenter__(self) -> Self:
         """Listen.
@@ -164,9 +166,10 @@ class HostService:
         if attachment is None:
             await _send(accepted, self.report())
         else:
-            welcome = ADMISSION_CODEC.encoded(Welcome(num_slots=attachment.pool.num_slots))
-            frame = FrameWriter(None).frame(welcome)
-            await send_with_descriptor(accepted, frame, attachment.pool.descriptor)
+            pool = attachment.pool
+            welcome = Welcome(num_slots=pool.num_slots, num_counters=len(pool.memory.counters))
+            frame = FrameWriter(None).frame(ADMISSION_CODEC.encoded(welcome))
+            await send_with_descriptor(accepted, frame, pool.descriptor)
         self._peers = {c: peer for c, peer in self._peers.items() if not c.reason}
         self._peers[connection] = attachment
         return connection
@@ -186,11 +189,12 @@ class HostService:
         pool = self._pools.pool(*size)
         counts = partial(self._counts_of, pool)
         below = None
-        if self._below_use is not None:
+        if self._disk is not None and self._below_use is not None:
             if size not in self._below or _failed(self._below[size]):
-                below = Below(
-                    self._below_use, pool, self._pools, self._threads, hello.share, self._costs
-                )
+                disk = self._disk.for_group(f"{size[0]}-{size[1]}")
+                disk.publish_keys(pool.memory.counters)
+                use = replace(self._below_use, store=disk)
+                below = Below(use, pool, self._pools, self._threads, hello.share, self._costs)
                 self._below[size] = asyncio.create_task(below.opened())
             below = await asyncio.shield(self._below[size])
         return Attachment(pool, self._pools, below, self._threads, hello.share, counts)

@@ -1,4 +1,4 @@
-"""SharedMemory: slots of one size in memory that several processes map."""
+"""SharedMemory: slots of one size and a filter of their keys, mapped by several processes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,24 @@ class SharedMemory:
         num_slots: number of slots.
         payload_bytes: payload of an object.
         pitch_bytes: distance between slots, a multiple of the page size.
+        num_counters: size of the filter, in bytes, behind the slots.
+
+    Attributes:
+        counters: the filter; see ``_native.SlotTable.publish``.
 
     Raises:
         StoreError: the memory is shorter, is not sealed, or cannot be mapped.
     """
 
     def __init__(
-        self, descriptor: int, num_slots: int, payload_bytes: int, pitch_bytes: int
+        self,
+        descriptor: int,
+        num_slots: int,
+        payload_bytes: int,
+        pitch_bytes: int,
+        num_counters: int,
     ) -> None:
-        size = num_slots * pitch_bytes
+        size = num_slots * pitch_bytes + num_counters
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             if seals & _SIZE_SEALS != _SIZE_SEALS or os.fstat(descriptor).st_size != size:
@@ -47,13 +56,14 @@ class SharedMemory:
         except (OSError, ValueError) as error:
             raise StoreError(f"{size} bytes of shared memory cannot be mapped: {error}") from error
         self._bytes = np.frombuffer(self._map, np.uint8)
+        self.counters = self._bytes[num_slots * pitch_bytes :]
         self._layout = (self._bytes.ctypes.data, pitch_bytes, num_slots)
         self._payload_bytes = payload_bytes
         self._pitch_bytes = pitch_bytes
 
     @classmethod
     def create(
-        cls, num_slots: int, payload_bytes: int, pitch_bytes: int
+        cls, num_slots: int, payload_bytes: int, pitch_bytes: int, num_counters: int
     ) -> tuple[SharedMemory, int]:
         """Return new memory of the kernel without a name, and its descriptor.
 
@@ -62,9 +72,10 @@ class SharedMemory:
         """
         descriptor = os.memfd_create("aiokv-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(descriptor, num_slots * pitch_bytes)
+            os.ftruncate(descriptor, num_slots * pitch_bytes + num_counters)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
-            return cls(descriptor, num_slots, payload_bytes, pitch_bytes), descriptor
+            memory = cls(descriptor, num_slots, payload_bytes, pitch_bytes, num_counters)
+            return memory, descriptor
         except BaseException:
             os.close(descriptor)
             raise

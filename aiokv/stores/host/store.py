@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from aiokv import _native
 from aiokv.base import checks
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
@@ -89,6 +90,16 @@ class HostStore(Store):
         :class:`Store`."""
         self._threads = StoreThreads("host", self._num_threads)
         self._memory = memory
+
+    def may_have_any(self, keys: bytes) -> bool:
+        """Return False if the service has none of the keys, also not below, by the filter in its
+        memory; see :class:`Store`.
+
+        Keys that the service has reported as stored are found, unless it has ended since.
+        """
+        if self._attachment is None or self._attachment[0].has_ended:
+            return True  # a lookup attaches
+        return _native.may_have_any(self._attachment[1].counters, keys)
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the service has it; see :class:`Store`.

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "aiokv/journal_record.hpp"
+#include "aiokv/key_counts.hpp"
 #include "aiokv/key_index.hpp"
 #include "aiokv/label_counts.hpp"
 #include "aiokv/slab.hpp"
@@ -70,6 +71,9 @@ class SlotTable {
   public:
     // Throws ConfigError unless 1 <= capacity < 2^31.
     explicit SlotTable(std::size_t capacity);
+    ~SlotTable();
+    SlotTable(const SlotTable&) = delete;
+    SlotTable& operator=(const SlotTable&) = delete;
 
     // Keys that were saved outside `times` count as missing here and in pin().
     void contains(std::span<const StoreKey> keys, SaveTimes times, std::span<bool> found);
@@ -125,6 +129,9 @@ class SlotTable {
     bool replay(const JournalRecord& record);
     void finish_replay();
 
+    // Counts the stored keys in `counts` until the table is destroyed. Call once.
+    void publish(KeyCounts counts);
+
     std::size_t capacity() const { return capacity_; }
     std::size_t high_water() const { return high_water_; }
     std::size_t limit() const { return limit_; }
@@ -150,6 +157,8 @@ class SlotTable {
     void store(std::uint32_t slot, const StoreKey& key, std::uint32_t seconds);
     void erase_replayed(std::uint32_t slot);
     void raise_high_water(std::uint32_t slot);
+    template <class Visit>
+    void for_each_stored(Visit visit) const;
 
     std::size_t capacity_;
     std::size_t limit_ = 0;       // slots that exist on the medium
@@ -157,6 +166,7 @@ class SlotTable {
     Slab<Slot> slots_;
     KeyIndex index_;
     LabelCounts labels_;
+    KeyCounts counts_;
     SlotList recency_;  // front: least recently used
     SlotList free_;
     SlotList unsettled_;

@@ -24,6 +24,7 @@ using SlotArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb:
 using NewSlots = nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>;
 using NewFlags = nb::ndarray<nb::numpy, bool, nb::ndim<1>>;
 using Buffer = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Counters = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 static_assert(alignof(StoreKey) == 1);
 
@@ -111,6 +112,13 @@ nb::bytes stamped(const nb::bytes& raw, std::uint64_t epoch, std::uint64_t posit
                 reinterpret_cast<std::uint8_t*>(records.data()));
     stamp_records(records, epoch, position);
     return record_bytes(records);
+}
+
+bool may_have_any(const Buffer& counters, const nb::bytes& keys) {
+    if (counters.size() == 0) throw UsageError("may_have_any: counters is empty");
+    const std::span<const std::uint8_t> counts(counters.data(), counters.size());
+    return std::ranges::any_of(
+        keys_of(keys), [&](const StoreKey& key) { return KeyCounts::may_have(counts, key); });
 }
 
 void bind_table(nb::module_& m) {
@@ -213,6 +221,16 @@ void bind_table(nb::module_& m) {
             },
             "count"_a, nb::sig("def label_counts(self, count: int) -> dict[str, dict[bytes, int]]"),
             "Return the numbers of keys by label, of the `count` largest labels of each kind.")
+        .def(
+            "publish",
+            [](SlotTable& table, const Counters& counters) {
+                const KeyCounts counts({counters.data(), counters.size()});
+                nb::gil_scoped_release released;
+                table.publish(counts);
+            },
+            "counters"_a, nb::keep_alive<1, 2>(),
+            "Count the stored keys in `counters`, which several tables may share, until the table "
+            "is destroyed; see may_have_any(). Call once.")
         .def_prop_ro("high_water", &SlotTable::high_water, "Slots that were ever reserved.")
         .def_prop_ro("capacity", &SlotTable::capacity)
         .def_prop_ro("limit", &SlotTable::limit, "Slots that exist on the medium.")
@@ -256,6 +274,9 @@ void bind_replay(nb::module_& m) {
 
 void bind_store(nb::module_& m) {
     bind_table(m);
+    m.attr("KEY_COUNTERS_PER_KEY") = KeyCounts::kCountersPerKey;
+    m.def("may_have_any", &may_have_any, "counters"_a, "keys"_a,
+          "Return False if no table that has published its keys in `counters` has any of these.");
     bind_replay(m);
     nb::class_<ReuseSketch>(m, "ReuseSketch", "Approximate number of recent offers of each key.")
         .def(nb::init<std::uint64_t, std::uint32_t>(), "period"_a, "most"_a)

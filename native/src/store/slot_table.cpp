@@ -38,6 +38,17 @@ SlotTable::SlotTable(std::size_t capacity)
     }
 }
 
+template <class Visit>
+void SlotTable::for_each_stored(Visit visit) const {
+    for (std::uint32_t slot = recency_.front(); slot != kNoSlot; slot = slots_[slot].next) {
+        visit(slots_[slot].key);
+    }
+}
+
+SlotTable::~SlotTable() {
+    for_each_stored([&](const StoreKey& key) { counts_.remove(key); });
+}
+
 std::uint32_t SlotTable::find(const StoreKey& key) const {
     return index_.find(KeyIndex::hash(key), key, slots_);
 }
@@ -127,6 +138,7 @@ void SlotTable::commit(std::span<const StoreKey> keys, std::span<const std::int3
                        std::uint32_t seconds) {
     for (const std::int32_t slot : slots) require(slot, SlotState::kReserved, "commit");
     for (std::size_t i = 0; i < slots.size(); ++i) {
+        counts_.add(keys[i]);  // before the removal of its earlier slot: other processes look
         const std::uint32_t earlier = find(keys[i]);
         if (earlier != kNoSlot) drop(earlier, RecordKind::kRemove);
         store(static_cast<std::uint32_t>(slots[i]), keys[i], seconds);
@@ -272,9 +284,14 @@ bool SlotTable::replay(const JournalRecord& record) {
 void SlotTable::finish_replay() {
     for (std::uint32_t slot = 0; slot < high_water_; ++slot) {
         if (slots_[slot].state == SlotState::kUnused) free_.push_back(slots_, slot);
-        if (slots_[slot].state == SlotState::kStored) labels_.add(slots_[slot].key);
     }
+    for_each_stored([&](const StoreKey& key) { labels_.add(key); });
     limit_ = std::max(limit_, high_water_);
+}
+
+void SlotTable::publish(KeyCounts counts) {
+    counts_ = counts;
+    for_each_stored([&](const StoreKey& key) { counts_.add(key); });
 }
 
 void SlotTable::touch(std::uint32_t slot) {
@@ -293,6 +310,7 @@ void SlotTable::drop(std::uint32_t slot, RecordKind kind) {
     Slot& entry = slots_[slot];
     index_.erase(KeyIndex::hash(entry.key), slot, slots_);
     labels_.remove(entry.key);
+    counts_.remove(entry.key);
     unlink_stored(slot);
     records_.push_back({.kind = kind, .slot = slot, .key = entry.key});
     if (kind == RecordKind::kQuarantine) {
