@@ -386,4 +386,4 @@ def test_prompts_that_no_store_has(tokens):
     assert cells_of(MEASURED, f"a new one of {tokens:,} tokens")[1:] == [
         f"{measured[name]['wait_us']:,.0f} µs" for name in names
     ]
-    assert all(measured[name]["added_us"] <= 100 for name in names[1:4])
+    assert all(measured[name]["added_us"] <= 100 for name in names[1:-1])
