@@ -6,8 +6,9 @@ per document. Each has 32 to 511 tokens that no other prompt has, and 64 generat
 cache on the device has 98,304 tokens (12 GiB of KV of Llama 3 8B), host memory 131,072 (16 GiB).
 
 By number of clients: ``device``: vLLM alone. ``larger``: vLLM alone with as many blocks as the
-larger of both has; its hits are those of a host memory that mirrors the device. ``both``: with the
-connector. ``sum``: vLLM alone with the blocks of both.
+larger of both has; its hits are those of a host memory that mirrors the device. ``offloading``:
+with vLLM's own ``OffloadingConnector``, whose transfers end at once. ``both``: with
+``AiokvConnector``. ``sum``: vLLM alone with the blocks of both.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ def run(quick: bool) -> dict[str, Any]:
         documents[place] + rng.integers(0, 50_000, rng.integers(32, 511, endpoint=True)).tolist()
         for place in chosen
     ]
-    servers: dict[str, tuple[int, int]] = {
-        "device": (DEVICE_BLOCKS, 0),
-        "larger": (max(DEVICE_BLOCKS, HOST_BLOCKS), 0),
-        "both": (DEVICE_BLOCKS, HOST_BLOCKS),
-        "sum": (DEVICE_BLOCKS + HOST_BLOCKS, 0),
+    servers: dict[str, tuple[int, str]] = {
+        "device": (DEVICE_BLOCKS, ""),
+        "larger": (max(DEVICE_BLOCKS, HOST_BLOCKS), ""),
+        "offloading": (DEVICE_BLOCKS, "OffloadingConnector"),
+        "both": (DEVICE_BLOCKS, "AiokvConnector"),
+        "sum": (DEVICE_BLOCKS + HOST_BLOCKS, ""),
     }
     return {
         f"hit_share_{clients}_clients": {
-            name: _hit_share(*sizes, documents, questions, clients)
-            for name, sizes in servers.items()
+            name: _hit_share(*server, documents, questions, clients)
+            for name, server in servers.items()
         }
         for clients in (CLIENTS[:1] if quick else CLIENTS)
     }
@@ -60,12 +62,12 @@ def run(quick: bool) -> dict[str, Any]:
 
 def _hit_share(
     device_blocks: int,
-    host_blocks: int,
+    connector: str,
     documents: Sequence[list[int]],
     questions: Sequence[list[int]],
     clients: int,
 ) -> float:
-    server = Server(device_blocks, is_connected=host_blocks > 0, host_blocks=host_blocks)
+    server = Server(device_blocks, connector, host_blocks=HOST_BLOCKS)
     try:
         _serve(server, documents, 2)
         cached = server.cached_tokens

@@ -1,13 +1,15 @@
 """Time that the connector adds to vLLM's scheduler, in one process, with the scheduler of vLLM.
 
 ``.venv-vllm-0.22.1/bin/python -m bench.vllm_scheduler``, of ``make test-vllm``, runs the requests
-with and without ``AiokvConnector``, and no model: each step returns one token per request. Measured
-is the CPU time within ``schedule()`` and ``update_from_output()``, which other programs hardly
-change: ``vllm``, of the scheduler's thread without the connector; ``added``, what the connector
-adds to it; ``engine``, of the engine's thread at the same time, for which the scheduler seldom
-waits. Short rounds with and without the connector alternate, and each figure is a median of rounds;
-``added`` that of the differences within a pair. Blocks have 16 tokens. With a GPU, the connector
-copies its blocks.
+without a connector, with ``AiokvConnector`` and with vLLM's own ``OffloadingConnector``, and no
+model: each step returns one token per request. Measured is the CPU time within ``schedule()`` and
+``update_from_output()``, which other programs hardly change: ``vllm``, of the scheduler's thread
+without a connector; ``added``, what ``AiokvConnector`` adds to it; ``engine``, of its engine's
+thread at the same time, for which the scheduler seldom waits; ``offloading``, what vLLM's own
+connector adds. Short rounds of the three alternate, and each figure is a median of rounds; what is
+added is the median of differences within a round. Blocks have 16 tokens. With a GPU,
+``AiokvConnector`` copies its blocks; no worker of vLLM's own connector copies, whose transfers end
+with the step that begins them.
 
 * ``request_us``: per request of 1,024 prompt tokens and 16 generated ones, of which 8 run at once.
   ``miss``: of new prompts; ``hit``: of prompts of which host memory has all blocks and vLLM none.
@@ -33,6 +35,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -85,18 +88,23 @@ class Server:
 
     Args:
         num_blocks: device blocks.
-        is_connected: True to use the connector.
+        connector: ``"AiokvConnector"``, ``"OffloadingConnector"``, or "" for none.
         host_blocks: capacity of host memory.
     """
 
     def __init__(
-        self, num_blocks: int, *, is_connected: bool, host_blocks: int = HOST_BLOCKS
+        self, num_blocks: int, connector: str = "", *, host_blocks: int = HOST_BLOCKS
     ) -> None:
         init_none_hash(sha256)
-        host = {"cpu_bytes_to_use": host_blocks * BLOCK_BYTES, "follow_resets": False}
-        extra = host if is_connected else None
+        extra: dict[str, Any] = {"cpu_bytes_to_use": host_blocks * BLOCK_BYTES}
+        if connector == "AiokvConnector":
+            extra["follow_resets"] = False
         config = vllm_config(
-            extra=extra, num_blocks=num_blocks, max_seqs=RUNNING, max_tokens_per_step=8_192
+            extra=extra if connector else None,
+            connector=connector,
+            num_blocks=num_blocks,
+            max_seqs=RUNNING,
+            max_tokens_per_step=8_192,
         )
         config.cache_config.block_size = BLOCK_TOKENS
         config.model_config.max_model_len = config.scheduler_config.max_model_len = MAX_TOKENS
@@ -109,7 +117,7 @@ class Server:
             kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
         )
         self._worker: Any = None
-        if is_connected:
+        if connector == "AiokvConnector":
             self._worker = AiokvConnector(config, KVConnectorRole.WORKER, cache)
             shape = (2, num_blocks, BLOCK_TOKENS, 1, 1)
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,7 +155,11 @@ class Server:
         began = self._clock.now()
         output = self.scheduler.schedule()
         self.seconds = self.seconds + self._clock.now() - began
-        kv_output = self._work(output) if self._worker is not None else None
+        kv_output = None
+        if self._worker is not None:
+            kv_output = self._work(output)
+        elif output.kv_connector_metadata is not None:
+            kv_output = _transferred(output.kv_connector_metadata)
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
         result = ModelRunnerOutput(
@@ -206,6 +218,17 @@ class Server:
             self._worker.shutdown()
 
 
+def _transferred(metadata: Any) -> KVConnectorOutput:
+    """Return the report of a worker of vLLM's own connector whose transfers have all ended."""
+    loads = metadata.load_jobs
+    return KVConnectorOutput(
+        finished_recving={job.req_id for job in loads.values()},
+        kv_connector_worker_meta=OffloadingWorkerMetadata(
+            dict.fromkeys([*loads, *metadata.store_jobs], 1)
+        ),
+    )
+
+
 def run(quick: bool) -> dict[str, Any]:
     rounds = 3 if quick else 15
     requests = _measure(_requests, 4_096, 10 * rounds)
@@ -218,25 +241,26 @@ def _measure(
     scenario: Callable[[Server, random.Random], dict[str, Seconds]], num_blocks: int, rounds: int
 ) -> dict[str, Any]:
     """Return the medians of a scenario in microseconds."""
-    servers = [Server(num_blocks, is_connected=connected) for connected in (False, True)]
-    pairs: dict[str, list[tuple[Seconds, Seconds]]] = {}
+    servers = [Server(num_blocks, name) for name in ("", "AiokvConnector", "OffloadingConnector")]
+    measured: dict[str, list[list[Seconds]]] = {}
     gc.collect()
     gc.freeze()  # as vLLM does before it serves
     for seed in range(rounds + 1):
-        without, connected = (scenario(server, random.Random(seed)) for server in servers)
+        of_servers = [scenario(server, random.Random(seed)) for server in servers]
         if seed:  # the first round warms up
-            for name, seconds in without.items():
-                pairs.setdefault(name, []).append((seconds, connected[name]))
+            for name in of_servers[0]:
+                measured.setdefault(name, []).append([seconds[name] for seconds in of_servers])
     for server in servers:
         server.close()
-    return {name: _compared(of_name) for name, of_name in pairs.items()}
+    return {name: _compared(of_name) for name, of_name in measured.items()}
 
 
-def _compared(pairs: list[tuple[Seconds, Seconds]]) -> dict[str, float]:
+def _compared(rounds: list[list[Seconds]]) -> dict[str, float]:
     seconds = {
-        "vllm": [without[0] for without, _ in pairs],
-        "added": [connected[0] - without[0] for without, connected in pairs],
-        "engine": [connected[1] for _, connected in pairs],
+        "vllm": [without[0] for without, _, _ in rounds],
+        "added": [aiokv[0] - without[0] for without, aiokv, _ in rounds],
+        "engine": [aiokv[1] for _, aiokv, _ in rounds],
+        "offloading": [own[0] - without[0] for without, _, own in rounds],
     }
     return {name: 1e6 * float(np.median(values)) for name, values in seconds.items()}
 
@@ -259,9 +283,9 @@ def _requests(server: Server, rng: random.Random) -> dict[str, Seconds]:
         if not server.scheduler.kv_cache_manager.reset_prefix_cache():
             raise InternalError("vLLM did not empty its prefix cache")
         if name == "hit" and server.scheduler.connector is not None:
-            expected = IN_FLIGHT * (PROMPT_TOKENS - BLOCK_TOKENS)
-            if loaded != expected:
-                raise InternalError(f"{loaded} tokens were loaded instead of {expected}")
+            least = IN_FLIGHT * (PROMPT_TOKENS - BLOCK_TOKENS)
+            if loaded < least:
+                raise InternalError(f"{loaded} tokens were loaded; it must be at least {least}")
     return seconds
 
 

@@ -341,6 +341,15 @@ def test_the_http_server_to_copy_has_as_many_lines_as_the_pages_say():
     assert {int(a or b) for a, b in named} == {lines}
 
 
+@pytest.mark.parametrize("clients", [1, 4, 16])
+def test_hits_where_host_memory_is_short(clients):
+    hits = results("vllm_hits")["benches"]["vllm_hits"][f"hit_share_{clients}_clients"]
+    section = MEASURED[MEASURED.index("### Hits where host memory is short") :]
+    shares = [f"{hits[name]:.3f}" for name in ("device", "offloading", "both", "sum")]
+    shares.insert(3, f"\N{MULTIPLICATION SIGN}{hits['both'] / hits['offloading']:.2f}")
+    assert cells_of(section[: section.index("vLLM's own connector")], f"{clients} ")[1:] == shares
+
+
 def test_cpu_time_in_vllms_scheduler():
     names = ("vllm_scheduler", "vllm_scheduler-h100")
     measured = [results(name)["benches"]["vllm_scheduler"] for name in names]
@@ -350,9 +359,11 @@ def test_cpu_time_in_vllms_scheduler():
         "a decode step of 256": ("step_us", "256"),
         "a prompt of 100,000": ("waiting_us", "100000"),
     }
-    keys = ("vllm", "added", "engine")
+    keys = (("vllm", "added", "offloading", "engine"), ("vllm", "added", "engine"))
     for start, (unit, name) in rows.items():
-        values = [each[unit][name][key] for each in measured for key in keys]
+        values = [
+            each[unit][name][key] for each, of in zip(measured, keys, strict=True) for key in of
+        ]
         # Differences that are too small to be measured may be negative.
         assert cells_of(MEASURED, start)[1:] == [f"{max(us, 0):,.0f} µs" for us in values]
 

@@ -110,6 +110,7 @@ class FreedBlocks:
 
     def __init__(self) -> None:
         self._uses: list[_Use] = []
+        self._num_blocks = 0
         self._ended_step = 0
 
     def add(self, block_ids: Sequence[int], step: int, idle: Idle | None) -> None:
@@ -123,6 +124,7 @@ class FreedBlocks:
         use = _Use(block_ids, step, idle)
         if use.block_ids and not use.is_over(self._ended_step):
             self._uses.append(use)
+            self._num_blocks += len(use.block_ids)
 
     @property
     def ended_step(self) -> int:
@@ -132,12 +134,14 @@ class FreedBlocks:
     @property
     def num_blocks(self) -> int:
         """Number of blocks in use when a step or a transfer last ended, or more."""
-        return sum(len(use.block_ids) for use in self._uses)
+        return self._num_blocks
 
     def note_ended(self, step: int) -> None:
         """Note that all steps up to ``step`` have ended."""
         self._ended_step = max(self._ended_step, step)
-        self._uses = [use for use in self._uses if not use.is_over(self._ended_step)]
+        if self._uses:
+            self._uses = [use for use in self._uses if not use.is_over(self._ended_step)]
+            self._num_blocks = sum(len(use.block_ids) for use in self._uses)
 
     def used_by_transfers(self, block_ids: Iterable[int]) -> list[Idle]:
         """Return the transfers to wait for before any of these blocks is written."""

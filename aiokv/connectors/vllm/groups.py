@@ -18,6 +18,7 @@ vLLM's pool, of blocks without content.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import sys
@@ -93,7 +94,7 @@ class SideGroup:
         return max(num_tokens - window + 1, 0) // block_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KVGroups:
     """The groups of a model.
 
@@ -159,7 +160,7 @@ class KVGroups:
         numbers = itertools.islice(self._count, len(block_ids[0]))
         return [self.num_blocks + number % NUMBERS for number in numbers]
 
-    @property
+    @functools.cached_property
     def states(self) -> tuple[tuple[int, SideGroup], ...]:
         """The groups of sparse recurrent state, with their places among ``sides``."""
         return tuple((place, side) for place, side in enumerate(self.sides) if side.is_sparse)

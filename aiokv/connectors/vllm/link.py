@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -56,7 +57,7 @@ class LoadQueue:
         self._measured_rate = measured_rate
         self.step_wait_seconds = step_wait_seconds
         self._clock = clock
-        self._loads: list[_Load] = []
+        self._loads: deque[_Load] = deque()
         self._rate = _DEFAULT_RATE
         self._looked = -_RATE_SECONDS
 
@@ -90,13 +91,19 @@ class LoadQueue:
             has_others: True if the step computes other requests.
         """
         self._forget()
-        front = deferred_blocks + sum(load.num_blocks for load in self._loads)
+        front = deferred_blocks
+        front += sum(load.num_blocks for load in self._loads if not load.moving.is_done)
         if front and self._seconds(front) > FRONT_SECONDS:
             return False
         return not has_others or self._seconds(front + num_blocks) <= self.step_wait_seconds
 
     def _forget(self) -> None:
-        self._loads = [load for load in self._loads if not load.moving.is_done]
+        """Remove the loads that have ended: mostly, they end in the order in which they began."""
+        loads = self._loads
+        while loads and loads[0].moving.is_done:
+            loads.popleft()
+        while loads and loads[-1].moving.is_done:
+            loads.pop()
 
     def _seconds(self, num_blocks: int) -> float:
         now = self._clock()

@@ -132,6 +132,7 @@ class CachedRequest:
         loads_in_step: True if, as of the last match, the step that vLLM schedules then should
             compute the request, and wait for the load.
         onload: the load that the request waits for or has waited for.
+        missing_blocks: while the request holds loaded blocks, those that its prompt needs further.
         tables: vLLM's blocks of the request.
         kept_tokens: vLLM has the blocks that computing behind this many positions needs; it may
             have freed others, of windows and states.
@@ -157,6 +158,7 @@ class CachedRequest:
     granting: EngineFuture[Any] | None = None
     loads_in_step: bool = False
     onload: Onload | None = None
+    missing_blocks: int = 0
     tables: BlockTables = field(default_factory=BlockTables)
     kept_tokens: int = 0
     saving: list[int] = field(default_factory=list)

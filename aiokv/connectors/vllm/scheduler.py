@@ -116,7 +116,10 @@ class SchedulerHalf:
         self._computed_anew: set[str] = set()  # requests whose loads have failed
         self._waiting: dict[str, CachedRequest] = {}  # matched, without blocks of vLLM
         self._loading: dict[str, CachedRequest] = {}  # hold blocks that are or were loaded
+        self._missing_blocks = 0  # that the prompts of these requests need, beside their own
         self._deferred: list[CachedRequest] = []  # requests whose loads wait for blocks in use
+        self._deferred_blocks = 0  # of their loads
+        self._computing: int | None = None  # see `_num_computing`; None if it has to be counted
         # Requests of the step whose output is being processed.
         self._finishing: list[CachedRequest] = []
         self._loads: list[Load] = []  # loads for the next message
@@ -204,18 +207,19 @@ class SchedulerHalf:
     def _suits_step(self, cached: CachedRequest, found: int) -> bool:
         """Return True if the step that is being scheduled should wait for the load of a request."""
         num_blocks = found // self._block_tokens
-        deferred_blocks = sum(self._num_loading(other) for other in self._deferred)
         if not self._layerwise:
             # vLLM takes the blocks that it has freed last only after all other free ones. A load to
             # blocks that something still uses would hold the step.
             return (
                 self._arrivals.steps_wait
                 and self._blocks_of(cached) + self._freed.num_blocks <= self._pool.num_free
-                and self._arrivals.suits_step(deferred_blocks + num_blocks, self._num_computing)
+                and self._arrivals.suits_step(
+                    self._deferred_blocks + num_blocks, self._num_computing
+                )
             )
         return self._link.suits_step(
             num_blocks,
-            deferred_blocks=deferred_blocks,
+            deferred_blocks=self._deferred_blocks,
             has_others=self._computes_more
             or any(
                 request_id in self._requests and request_id != cached.request_id
@@ -225,13 +229,18 @@ class SchedulerHalf:
 
     @property
     def _num_computing(self) -> int:
-        """Number of requests that have their blocks, and neither wait for a load nor for vLLM."""
-        waiting = self._waiting.keys() | {
-            request_id
-            for request_id, cached in self._loading.items()
-            if cached.onload is None or not cached.onload.is_told
-        }
-        return len(self._requests) - len(waiting)
+        """Number of requests that have their blocks, and neither wait for a load nor for vLLM.
+
+        They are counted once per step; :meth:`allocated` adds the requests that join the step.
+        """
+        if self._computing is None:
+            waiting = self._waiting.keys() | {
+                request_id
+                for request_id, cached in self._loading.items()
+                if cached.onload is None or not cached.onload.is_told
+            }
+            self._computing = len(self._requests) - len(waiting)
+        return self._computing
 
     def _match(self, request: Request, local: int) -> CachedRequest:
         """Return a request with a lease, or without one if it is computed without the cache."""
@@ -324,10 +333,20 @@ class SchedulerHalf:
     @property
     def _room(self) -> int:
         """Free blocks of vLLM that are left beside the requests with loaded blocks."""
-        needed = sum(
-            self._blocks_of(other) - len(other.tables.ids()) for other in self._loading.values()
-        )
-        return self._pool.num_free - needed
+        return self._pool.num_free - self._missing_blocks
+
+    def _add_loading(self, cached: CachedRequest) -> None:
+        """Note that a request waits for a load, with the blocks that it has."""
+        missing = self._blocks_of(cached) - len(cached.tables.ids())
+        self._missing_blocks += missing - cached.missing_blocks
+        cached.missing_blocks = missing
+        self._loading[cached.request_id] = cached
+
+    def _remove_loading(self, request_id: str) -> None:
+        cached = self._loading.pop(request_id, None)
+        if cached is not None:
+            self._missing_blocks -= cached.missing_blocks
+            cached.missing_blocks = 0
 
     def _blocks_of(self, cached: CachedRequest) -> int:
         return self._groups.most_blocks(cached.request.num_tokens + 1, self._step_tokens)
@@ -359,11 +378,15 @@ class SchedulerHalf:
             cached.onload = Onload(first, first + num_loaded, in_step, self._step)
         if is_first and self._queued is not None:
             self._queued += cached.queued_tokens
+        waits = num_loaded > 0 and not cached.loads_in_step
+        if is_first and not waits and self._computing is not None:
+            self._computing += 1
         if num_loaded == 0:
             return
-        if not cached.loads_in_step:
-            self._loading[cached.request_id] = cached
+        if waits:
+            self._add_loading(cached)
         self._deferred.append(cached)
+        self._deferred_blocks += self._num_loading(cached)
 
     def _wait_until_unused(self, block_ids: Sequence[int], after_step: int) -> None:
         """Block until no transfer and no step in flight uses blocks that a load writes to.
@@ -408,6 +431,7 @@ class SchedulerHalf:
                 self._deferred.append(cached)
                 continue
             loads.append((cached, onload))
+        self._deferred_blocks = sum(self._num_loading(cached) for cached in self._deferred)
         if loads:
             self._begin(loads)
 
@@ -460,7 +484,7 @@ class SchedulerHalf:
         self._drop_preempted()
         for cached in list(self._waiting.values()):
             if cached.request.status.name == "WAITING_FOR_REMOTE_KVS":
-                self._loading[cached.request_id] = cached  # `allocated` is called later
+                self._add_loading(cached)  # `allocated` is called later
             elif cached.granting is None and cached.asked_after < self._step:
                 self._leave(cached)  # vLLM asks for other requests now: let its blocks be evicted
         for cached in self._finishing:
@@ -490,7 +514,7 @@ class SchedulerHalf:
             self._step, self._loads, [cached.request_id for cached in waits], is_empty=is_empty
         )
         self._loads = []
-        self._queued = None
+        self._queued = self._computing = None
         self._has_no_room = False
         self._computes_more = False
         self._decision_seconds = DECISION_SECONDS
@@ -549,7 +573,7 @@ class SchedulerHalf:
 
     def _begin_prefill(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Note the blocks of a request that the present step is the first to compute."""
-        self._loading.pop(request_id, None)
+        self._remove_loading(request_id)
         cached = self._requests.get(request_id)
         if cached is not None:
             cached.tables.set(self._groups, block_ids)
@@ -635,7 +659,9 @@ class SchedulerHalf:
         Args:
             reported: those whose loads had ended when the workers began the step.
         """
-        return self._arrivals.add_to(reported, self._loading, self._num_computing)
+        ended = self._arrivals.add_to(reported, self._loading, self._num_computing)
+        self._computing = None
+        return ended
 
     def _check_waited(self, step: int) -> None:
         """Check the loads for which steps up to ``step`` have waited.
@@ -809,8 +835,10 @@ class SchedulerHalf:
     def _drop(self, cached: CachedRequest) -> None:
         """Follow a request no longer; steps in flight may still compute with its blocks."""
         request_id = cached.request_id
-        for requests in (self._requests, self._waiting, self._loading):
+        for requests in (self._requests, self._waiting):
             requests.pop(request_id, None)
+        self._remove_loading(request_id)
+        self._computing = None
         cached.ended = True
         steps = (n for n, record in self._records.items() if request_id in record.scheduled)
         last_step = max(steps, default=0)

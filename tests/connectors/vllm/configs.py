@@ -212,6 +212,7 @@ def vllm_config(
     draft_method: str = "ngram",
     kv_events: bool = False,
     kinds: Sequence[str] = ("full",),
+    connector: str = "AiokvConnector",
 ) -> VllmConfig:
     """Return the configuration of a server.
 
@@ -229,6 +230,7 @@ def vllm_config(
         draft_method: ``"ngram"``, or ``"eagle"`` for a draft model with KV.
         kv_events: whether vLLM publishes KV events.
         kinds: kinds of the groups, of KINDS.
+        connector: its name.
     """
     model = model_config()
     parallel = ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages)
@@ -245,8 +247,10 @@ def vllm_config(
     transfer = None
     if extra is not None:
         transfer = KVTransferConfig(
-            kv_connector="AiokvConnector",
-            kv_connector_module_path="aiokv.connectors.vllm",
+            kv_connector=connector,
+            kv_connector_module_path="aiokv.connectors.vllm"
+            if connector == "AiokvConnector"
+            else None,
             kv_role="kv_both",
             engine_id=uuid.uuid4().hex,
             kv_load_failure_policy=failure_policy,
