@@ -977,6 +977,23 @@ def verify_object(buffer: object, key: bytes) -> bool:
     Return True if a contiguous buffer is a payload and the trailer of the payload and key. Releases the GIL. Raises UsageError on a key of another length than 32 bytes.
     """
 
+class ObjectWriter:
+    """
+    Writes objects, whose bytes arrive in pieces, to host blocks, and verifies each. Arguments and errors as of verify_blocks(). One thread at a time may use it.
+    """
+
+    def __init__(self, address: int, pitch_bytes: int, payload_bytes: int, blocks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], keys: bytes, *, num_blocks: int) -> None: ...
+
+    def write(self, piece: object) -> None:
+        """
+        Append the next bytes, a contiguous buffer of any length; bytes behind the last object are ignored. Releases the GIL.
+        """
+
+    def results(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Return Result.DONE for each object that was written as a whole and is right, and Result.WRONG for the others.
+        """
+
 class SlotTable:
     """Slots of a disk store: keys, free slots and recency. Not thread-safe."""
 

@@ -3,9 +3,9 @@
 ``store`` is one ``load`` or ``save`` of a batch; ``library`` moves the same batch by the calls that
 a program without aiokv would make: ``batch_get_into`` and ``batch_put_from`` of Mooncake Store on
 registered memory, ``get`` and ``put`` of obstore on objects as large as the bundles of the store,
-with as many requests at a time (its buffers are not copied), and ``preadv`` and ``pwritev`` of
-whole files in as many threads. Both take turns; ``ratio`` is store over library, the median over
-the turns. All servers run on this machine.
+with as many requests at a time (its buffers are neither copied nor verified, as the store's are),
+and ``preadv`` and ``pwritev`` of whole files in as many threads. Both take turns; ``ratio`` is
+store over library, the median over the turns. All servers run on this machine.
 A store whose package or server is absent is left out; `make services` installs them.
 
 ``s3_lookup`` is the time to find the stored part of a prompt of 20,480 tokens, in blocks of 16

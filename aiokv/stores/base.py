@@ -148,8 +148,8 @@ class Store(Protocol):
             that answers lookups from the memory of this process.
         follows_keys: True if the store has ``follow_keys``.
         verifies_loads: True if ``load`` compares length, key and checksum of the bytes in each
-            block by ``_native.copy_objects`` or ``verify_blocks``, and returns ``WRONG`` where they
-            differ: the guard then does not read the blocks again.
+            block by ``_native.copy_objects``, ``verify_blocks`` or an ``ObjectWriter``, and returns
+            ``WRONG`` where they differ: the guard then does not read the blocks again.
         state_folder: folder of the medium that only this process writes to; a write budget keeps
             its state there. None if there is no such folder.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
 from datetime import timedelta
 from functools import partial
@@ -12,9 +11,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from aiokv import _native
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.stores.base import KEY_BYTES, Result, Store, StoreMemory, split_keys
 from aiokv.stores.bundles import MAX_HEADER_BYTES, Bundle, BundleIndex, Cuts, PrefixWalk
 from aiokv.stores.labels import KINDS
@@ -24,9 +23,11 @@ from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
     from numpy.typing import NDArray
+
+    from aiokv._native import ObjectWriter
 
 _SCHEMES: Final = ("s3", "gs", "az")
 INLINE_BYTES: Final = 256 << 10  # larger objects are copied into blocks by threads
@@ -36,7 +37,6 @@ _LOOKUP_KEYS: Final = 64  # requests of a lookup in flight
 _KEY: Final = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 # Messages name the object, whose hexadecimal digits may look like a status.
 _NO_RANGE: Final = "status code: 416"
-_TRAILER_KEY: Final = 16  # place of the key in a trailer
 _NO_ROOM: Final = ("status code: 507", "StorageFull", "InsufficientStorage", "QuotaExceeded")
 
 
@@ -73,6 +73,7 @@ class S3Store(Store):
     lookup_deadline_seconds: float = 1.0
     finds_prefixes: bool = True
     remember_missing_seconds: float = 5.0
+    verifies_loads: bool = True
 
     def __init__(
         self,
@@ -198,37 +199,45 @@ class S3Store(Store):
 
         async def get(index: int) -> int:
             run = slice(*runs[index])
-            views = [memory.object(block) for block in blocks[run].tolist()]
-            results[run] = await self._load_run(client, wanted[run], views)
+            results[run] = await self._load_run(client, memory, wanted[run], blocks[run])
             return Result.DONE
 
         await self._all(len(runs), get, self._concurrency)
         return results
 
-    async def _load_run(self, client: _Client, keys: list[bytes], views: list[memoryview]) -> int:
-        """Read consecutive objects of a bundle, or one object of its own; return their result."""
-        num_bytes = len(views[0])
+    async def _load_run(
+        self, client: _Client, memory: StoreMemory, keys: list[bytes], blocks: NDArray[np.int32]
+    ) -> NDArray[np.uint8] | Result:
+        """Read consecutive objects of a bundle, or one object of its own; return their results."""
         for _ in range(2):  # again, if what was known of the object is wrong
-            bundle, first = self._index.find(keys[0]) or (Bundle(keys[:1], num_bytes), 0)
+            bundle, first = self._index.find(keys[0]) or (Bundle(keys[:1], memory.object_bytes), 0)
             if bundle.keys[first : first + len(keys)] != keys:
                 return Result.MISSING  # another bundle has taken the name
-            name, start = _name(bundle.keys[0]), bundle.offset(first)
-            if num_bytes * len(views) <= INLINE_BYTES:
+            writer = _native.ObjectWriter(
+                memory.address,
+                memory.pitch_bytes,
+                memory.payload_bytes,
+                blocks,
+                b"".join(keys),
+                num_blocks=memory.num_blocks,
+            )
+            part = bundle.offset(first), bundle.offset(first + len(keys))
+            request = _name(bundle.keys[0]), part, bundle.num_bytes, writer
+            if part[1] - part[0] <= INLINE_BYTES:
                 async with self._gate:
-                    size = await client.read(name, start, views, bundle.num_bytes)
+                    size = await client.read(*request)
             else:
-                job = partial(client.read_in_thread, name, start, views, bundle.num_bytes)
-                size = await self._threads.run(job)
-            is_alone = len(bundle.keys) == 1
-            if size == bundle.num_bytes and (is_alone or all(map(_has_key, views, keys))):
-                return Result.DONE
+                size = await self._threads.run(partial(client.read_in_thread, *request))
+            results = writer.results()
+            if not results.any():
+                return results
             if size < 0 or await self._learn(client, bundle.keys[0]) == Result.MISSING:
                 self._index.drop(bundle.keys[0])
                 return Result.MISSING
             if (place := self._index.find(keys[0])) is None:
-                return Result.WRONG if is_alone else Result.MISSING
+                return Result.WRONG if len(bundle.keys) == 1 else Result.MISSING
             if place[0] == bundle:
-                return Result.WRONG
+                return results
         return Result.MISSING
 
     async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
@@ -506,43 +515,45 @@ class _Client:
             return None if answer is None else (b"", answer)
         return bytes(await answer.bytes_async()), int(answer.meta["size"])
 
-    async def read(self, name: str, start: int, views: list[memoryview], num_bytes: int) -> int:
+    async def read(
+        self, name: str, part: tuple[int, int], num_bytes: int, writer: ObjectWriter
+    ) -> int:
         """Read a part of an object, unless its length is another one than ``num_bytes``.
 
         Returns:
-            The length; -1 when there is no object, 0 when the part is incomplete.
+            The length; -1 when there is no object, 0 when it ends before the part.
         """
-        answer = await self._get_async(name, (start, start + sum(map(len, views))))
+        answer = await self._get_async(name, part)
         if answer is None or isinstance(answer, int):
             return -1 if answer is None else answer
         size = int(answer.meta["size"])
-        if size != num_bytes:
-            return size
-        return size if _scatter([await answer.bytes_async()], views) else 0
+        if size == num_bytes:
+            writer.write(await answer.bytes_async())
+        return size
 
     def read_in_thread(
         self,
         name: str,
-        start: int,
-        views: list[memoryview],
+        part: tuple[int, int],
         num_bytes: int,
+        writer: ObjectWriter,
         unwanted: threading.Event,
     ) -> int:
-        """Read as ``read`` does, without an intermediate copy; blocks."""
+        """Read as ``read`` does, without the part in memory as a whole; blocks."""
         self.requests += 1
-        part = {"range": (start, start + sum(map(len, views)))}
         try:
-            answer = self._api.get(self._store, name, options=part)
+            answer = self._api.get(self._store, name, options={"range": part})
         except FileNotFoundError:
             return -1
         except Exception as error:
             return _length_behind(error)
         size = int(answer.meta["size"])
-        if size != num_bytes:
-            return size
-        chunks = answer.stream(min_chunk_size=_CHUNK_BYTES)
-        wanted = itertools.takewhile(lambda chunk: not unwanted.is_set(), chunks)
-        return size if _scatter(wanted, views) else 0
+        if size == num_bytes:
+            for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+                if unwanted.is_set():
+                    break
+                writer.write(chunk)
+        return size
 
     async def _get_async(self, name: str, part: tuple[int, int]) -> Any:
         """Request a part of an object; return None without the object, 0 if it is shorter."""
@@ -639,28 +650,6 @@ def _length_behind(error: Exception) -> int:
     if _NO_RANGE in _first_line(error):
         return 0
     raise error
-
-
-def _scatter(chunks: Iterable[Any], views: list[memoryview]) -> bool:
-    """Write chunks into views, one behind the other; return True if they fill all of them."""
-    left = iter(views)
-    view = next(left, memoryview(b""))
-    for content in chunks:
-        chunk = memoryview(content)
-        position = 0
-        while position < len(chunk):
-            if not len(view) and not len(view := next(left, memoryview(b""))):
-                return False
-            count = min(len(view), len(chunk) - position)
-            view[:count] = chunk[position : position + count]
-            view, position = view[count:], position + count
-    return not len(view) and next(left, None) is None
-
-
-def _has_key(view: memoryview, key: bytes) -> bool:
-    """Return True if the trailer of an object has this key."""
-    place = len(view) - TRAILER_BYTES + _TRAILER_KEY
-    return view[place : place + KEY_BYTES] == key
 
 
 def _name(key: bytes) -> str:

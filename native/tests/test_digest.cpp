@@ -280,6 +280,44 @@ TEST(copied_objects_are_verified_with_the_key_of_their_index) {
     }
 }
 
+TEST(objects_in_pieces_are_verified_with_the_key_of_their_index) {
+    constexpr std::size_t kPitch = 6144, kBlocks = 7;
+    const std::vector<std::int32_t> targets{6, 5, 4, 3, 0};
+    for (const std::uint64_t payload_bytes : {1, 1000, 1024, 1025, 5000}) {
+        Arena source(payload_bytes, 5);
+        seal_blocks(source.blocks, source.ids, source.keys);
+        source.memory[3 * source.blocks.pitch_bytes + payload_bytes - 1] ^= 1;   // ids[1]
+        source.memory[2 * source.blocks.pitch_bytes + payload_bytes + 20] ^= 1;  // key of ids[2]
+        std::vector<std::uint8_t> bytes;
+        std::vector<std::uint8_t> expected(kBlocks * kPitch, 0xEE);
+        for (std::size_t i = 0; i < targets.size(); ++i) {
+            const auto object = source.blocks.object(source.ids[i]);
+            bytes.insert(bytes.end(), object.begin(), object.end());
+            std::ranges::copy(object, &expected[targets[i] * kPitch]);
+        }
+        bytes.insert(bytes.end(), 100, 0xDD);  // behind the last object
+        for (const std::size_t piece_bytes : {1, 63, 1024, 1500, 4096, 100'000}) {
+            for (const std::size_t misalignment : {0, 1}) {  // of the blocks, to cache lines
+                std::vector<std::uint8_t> memory(kBlocks * kPitch + 65, 0xEE);
+                std::uint8_t* address = memory.data() + misalignment;
+                while (reinterpret_cast<std::uintptr_t>(address) % 64 != misalignment) ++address;
+                ObjectWriter writer({address, kBlocks, kPitch, payload_bytes}, targets,
+                                    source.keys);
+                for (std::size_t i = 0; i < bytes.size(); i += piece_bytes) {
+                    const auto done = std::ranges::count(writer.results(), StoreResult::kDone);
+                    CHECK(done * (payload_bytes + kTrailerBytes) <= i);
+                    writer.write(
+                        std::span(bytes).subspan(i, std::min(piece_bytes, bytes.size() - i)));
+                }
+                auto results = std::vector(5, StoreResult::kDone);
+                results[1] = results[2] = StoreResult::kWrong;
+                CHECK(std::ranges::equal(writer.results(), results));
+                CHECK(std::ranges::equal(std::span(address, expected.size()), expected));
+            }
+        }
+    }
+}
+
 TEST(wrong_batches_are_refused_and_change_nothing) {
     Arena arena(100, 3);
     const auto before = arena.memory;
@@ -289,6 +327,7 @@ TEST(wrong_batches_are_refused_and_change_nothing) {
         CHECK_THROWS(UsageError, verify_blocks(bad.blocks, bad.ids, bad.keys, results.data()));
         CHECK_THROWS(UsageError, copy_objects(arena.blocks, arena.ids, bad.blocks, bad.ids,
                                               bad.keys, results.data()));
+        CHECK_THROWS(UsageError, ObjectWriter(bad.blocks, bad.ids, bad.keys));
     };
     for (const std::int32_t id : {-1, 3, 1}) {  // ids are 2, 1, 0
         Arena bad = arena;

@@ -11,7 +11,9 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
+#include "aiokv/checksum.hpp"
 #include "aiokv/digest.hpp"
 
 namespace aiokv {
@@ -60,5 +62,34 @@ void verify_blocks(const ObjectBlocks& blocks, std::span<const std::int32_t> ids
 void copy_objects(const ObjectBlocks& from, std::span<const std::int32_t> from_ids,
                   const ObjectBlocks& to, std::span<const std::int32_t> to_ids,
                   std::span<const std::uint8_t> keys, StoreResult* results);
+
+// Writes objects, whose bytes arrive in pieces of any length, to blocks, and verifies each.
+class ObjectWriter {
+  public:
+    // The objects arrive in the order of `ids`. Throws UsageError as verify_blocks does.
+    ObjectWriter(const ObjectBlocks& blocks, std::span<const std::int32_t> ids,
+                 std::span<const std::uint8_t> keys);
+
+    // Appends a piece; bytes behind the last object are ignored. Nothing else may write to the
+    // blocks meanwhile.
+    void write(std::span<const std::uint8_t> piece);
+
+    // kDone for each object that was written as a whole and is right, kWrong for the others.
+    std::span<const StoreResult> results() const { return results_; }
+
+  private:
+    // Write the next bytes of an object, or a part of them, and return their number.
+    std::size_t write_payload(std::span<std::uint8_t> payload, std::span<const std::uint8_t> piece);
+    std::size_t write_trailer(std::span<std::uint8_t> object, std::span<const std::uint8_t> piece);
+
+    ObjectBlocks blocks_;
+    std::vector<std::int32_t> ids_;
+    std::vector<std::uint8_t> keys_;
+    std::vector<StoreResult> results_;
+    // Of the object that is being written:
+    std::size_t index_ = 0;
+    std::size_t written_ = 0;
+    Checksum checksum_;
+};
 
 }  // namespace aiokv

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "aiokv/cache_lines.hpp"
 #include "aiokv/mersenne.hpp"
 #include "aiokv/sha256.hpp"
 
@@ -14,7 +15,7 @@ using mersenne::multiplied;
 using mersenne::reduced;
 using mersenne::U128;
 
-constexpr std::size_t kLineBytes = 64, kPrefetchBytes = 2048;
+constexpr std::size_t kPrefetchBytes = 2048;
 constexpr std::string_view kConstantsTag{"aiokv checksum 1\0", 17};
 
 std::uint64_t load(const std::uint8_t* bytes) {
@@ -30,10 +31,14 @@ U128 product(const std::uint8_t* pair, const std::uint64_t* keys) {
 // Uses two sums, so that an addition need not wait for the one before it. Prefetches, because the
 // processor looks less far ahead in memory than this loop needs; a prefetch behind the end of the
 // input has no effect.
-U128 nh_of_chunk(const std::uint8_t* bytes, const std::uint64_t* keys) {
+template <bool kCopies>
+U128 nh_of_chunk(const std::uint8_t* bytes, const std::uint64_t* keys, std::uint8_t* to = nullptr) {
     U128 even = 0, odd = 0;
     for (std::size_t i = 0; i < Checksum::kChunkBytes; i += kLineBytes) {
         __builtin_prefetch(bytes + i + kPrefetchBytes);
+        if constexpr (kCopies) {
+            stream_line(reinterpret_cast<char*>(to + i), reinterpret_cast<const char*>(bytes + i));
+        }
         for (std::size_t j = i; j < i + kLineBytes; j += 32) {
             even += product(bytes + j, keys + j / 8);
             odd += product(bytes + j + 16, keys + j / 8 + 2);
@@ -78,13 +83,25 @@ const ChecksumConstants& checksum_constants() {
 
 void Checksum::add(std::span<const std::uint8_t> bytes) {
     const ChecksumConstants& k = checksum_constants();
-    const auto add_chunk = [&](U128 nh) {
-        sum_ = reduced(multiplied(sum_, k.factor) + reduced(nh));
-    };
     for (; bytes.size() >= kChunkBytes; bytes = bytes.subspan(kChunkBytes)) {
-        add_chunk(nh_of_chunk(bytes.data(), k.words.data()));
+        add_chunk(nh_of_chunk<false>(bytes.data(), k.words.data()));
     }
     if (!bytes.empty()) add_chunk(nh_of_tail(bytes, k.words.data()));
+}
+
+void Checksum::add_and_copy(std::span<const std::uint8_t> chunks, std::uint8_t* to) {
+    if (!kHasStreamingStores || !is_line_aligned(to)) {
+        std::memcpy(to, chunks.data(), chunks.size());
+        return add(chunks);
+    }
+    const ChecksumConstants& k = checksum_constants();
+    for (std::size_t i = 0; i < chunks.size(); i += kChunkBytes) {
+        add_chunk(nh_of_chunk<true>(&chunks[i], k.words.data(), to + i));
+    }
+}
+
+void Checksum::add_chunk(unsigned __int128 nh) {
+    sum_ = reduced(multiplied(sum_, checksum_constants().factor) + reduced(nh));
 }
 
 std::array<std::uint8_t, Checksum::kBytes> Checksum::value() const {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "aiokv/checksum.hpp"
+#include "aiokv/cache_lines.hpp"
 #include "aiokv/error.hpp"
 
 namespace aiokv {
@@ -30,6 +30,14 @@ Trailer trailer_of(std::span<const std::uint8_t> payload, const Digest& key) {
     checksum.add({reinterpret_cast<const std::uint8_t*>(&trailer), kHeaderBytes});
     trailer.checksum = checksum.value();
     return trailer;
+}
+
+// Returns true if a trailer is that of a key and of a payload with this checksum.
+bool is_trailer(const Trailer& found, const Digest& key, std::size_t payload_bytes,
+                Checksum checksum) {
+    const Trailer expected{.payload_bytes = payload_bytes, .key = key};
+    checksum.add({reinterpret_cast<const std::uint8_t*>(&expected), kHeaderBytes});
+    return std::memcmp(&found, &expected, kHeaderBytes) == 0 && checksum.value() == found.checksum;
 }
 
 Digest key_at(std::span<const std::uint8_t> keys, std::size_t index) {
@@ -61,7 +69,7 @@ void check_batch(const ObjectBlocks& blocks, std::span<const std::int32_t> ids,
     }
 }
 
-constexpr std::size_t kLineBytes = 64, kPrefetchBytes = 2048;
+constexpr std::size_t kPrefetchBytes = 2048;
 
 // Copies a piece and adds the copy to the checksum while it is in the first-level cache. Prefetches
 // the pieces after it, which otherwise would not be read while the processor multiplies: that took
@@ -86,9 +94,8 @@ bool copy_object(std::span<const std::uint8_t> from, std::span<std::uint8_t> to,
         const std::size_t bytes = std::min(Checksum::kChunkBytes, payload_bytes - begin);
         copy_piece(&from[begin], to.subspan(begin, bytes), checksum);
     }
-    checksum.add({reinterpret_cast<const std::uint8_t*>(&found), kHeaderBytes});
     std::memcpy(&to[payload_bytes], &found, sizeof found);
-    return checksum.value() == found.checksum;
+    return is_trailer(found, key, payload_bytes, checksum);
 }
 
 }  // namespace
@@ -159,6 +166,62 @@ void copy_objects(const ObjectBlocks& from, std::span<const std::int32_t> from_i
             copy_object(from.object(from_ids[i]), to.object(to_ids[i]), key_at(keys, i));
         results[i] = copied ? StoreResult::kDone : StoreResult::kWrong;
     }
+}
+
+ObjectWriter::ObjectWriter(const ObjectBlocks& blocks, std::span<const std::int32_t> ids,
+                           std::span<const std::uint8_t> keys)
+    : blocks_(blocks),
+      ids_(ids.begin(), ids.end()),
+      keys_(keys.begin(), keys.end()),
+      results_(ids.size(), StoreResult::kWrong) {
+    check_batch(blocks, ids, keys);
+}
+
+void ObjectWriter::write(std::span<const std::uint8_t> piece) {
+    while (!piece.empty() && index_ < ids_.size()) {
+        const auto object = blocks_.object(ids_[index_]);
+        const auto payload = object.first(blocks_.payload_bytes);
+        const std::size_t count = written_ < payload.size() ? write_payload(payload, piece)
+                                                            : write_trailer(object, piece);
+        piece = piece.subspan(count);
+    }
+    streaming_fence();
+}
+
+std::size_t ObjectWriter::write_payload(std::span<std::uint8_t> payload,
+                                        std::span<const std::uint8_t> piece) {
+    std::size_t count = std::min(piece.size(), payload.size() - written_);
+    const std::size_t before = written_ % Checksum::kChunkBytes;  // bytes of this chunk
+    if (before == 0 && count >= Checksum::kChunkBytes) {
+        count -= count % Checksum::kChunkBytes;
+        checksum_.add_and_copy(piece.first(count), &payload[written_]);
+    } else {
+        count = std::min(count, Checksum::kChunkBytes - before);
+        std::memcpy(&payload[written_], piece.data(), count);
+        if (before + count == Checksum::kChunkBytes || written_ + count == payload.size()) {
+            checksum_.add(payload.subspan(written_ - before, before + count));
+        }
+    }
+    written_ += count;
+    return count;
+}
+
+std::size_t ObjectWriter::write_trailer(std::span<std::uint8_t> object,
+                                        std::span<const std::uint8_t> piece) {
+    const std::size_t count = std::min(piece.size(), object.size() - written_);
+    std::memcpy(&object[written_], piece.data(), count);
+    written_ += count;
+    if (written_ == object.size()) {
+        Trailer found;
+        std::memcpy(&found, &object[blocks_.payload_bytes], sizeof found);
+        if (is_trailer(found, key_at(keys_, index_), blocks_.payload_bytes, checksum_)) {
+            results_[index_] = StoreResult::kDone;
+        }
+        ++index_;
+        written_ = 0;
+        checksum_ = {};
+    }
+    return count;
 }
 
 }  // namespace aiokv

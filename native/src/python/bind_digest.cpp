@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -187,6 +188,25 @@ bool verify_buffer(const nb::object& buffer, const nb::bytes& key) {
     return verify_object(object.bytes(), digest);
 }
 
+void init_writer(ObjectWriter* self, std::uintptr_t address, std::uint64_t pitch_bytes,
+                 std::uint64_t payload_bytes, const IdArray& blocks, const nb::bytes& keys,
+                 std::uint64_t num_blocks) {
+    new (self) ObjectWriter(object_blocks(address, pitch_bytes, payload_bytes, num_blocks),
+                            view(blocks), view(keys));
+}
+
+void write_piece(ObjectWriter& self, const nb::object& piece) {
+    const Buffer bytes(piece);
+    nb::gil_scoped_release released;
+    self.write(bytes.bytes());
+}
+
+ResultArray writer_results(const ObjectWriter& self) {
+    auto results = std::make_unique<StoreResult[]>(self.results().size() + 1);
+    std::ranges::copy(self.results(), results.get());
+    return result_array(std::move(results), self.results().size());
+}
+
 }  // namespace
 
 void bind_digest(nb::module_& m) {
@@ -229,6 +249,18 @@ void bind_digest(nb::module_& m) {
           nb::sig("def verify_object(buffer: object, key: bytes) -> bool"),
           "Return True if a contiguous buffer is a payload and the trailer of the payload and key. "
           "Releases the GIL. Raises UsageError on a key of another length than 32 bytes.");
+    nb::class_<ObjectWriter>(m, "ObjectWriter",
+                             "Writes objects, whose bytes arrive in pieces, to host blocks, and "
+                             "verifies each. Arguments and errors as of verify_blocks(). One "
+                             "thread at a time may use it.")
+        .def("__init__", &init_writer, "address"_a, "pitch_bytes"_a, "payload_bytes"_a,
+             "blocks"_a.noconvert(), "keys"_a, nb::kw_only(), "num_blocks"_a)
+        .def("write", &write_piece, "piece"_a, nb::sig("def write(self, piece: object) -> None"),
+             "Append the next bytes, a contiguous buffer of any length; bytes behind the last "
+             "object are ignored. Releases the GIL.")
+        .def("results", &writer_results,
+             "Return Result.DONE for each object that was written as a whole and is right, and "
+             "Result.WRONG for the others.");
 }
 
 }  // namespace aiokv
