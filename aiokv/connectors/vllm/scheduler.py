@@ -17,7 +17,6 @@ to a block that something still uses.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from concurrent.futures import wait
@@ -27,9 +26,8 @@ from aiokv.base.logs import Log
 from aiokv.connectors.prefills import PrefillClock
 from aiokv.connectors.vllm import compat
 from aiokv.connectors.vllm.blocks import FreedBlocks
-from aiokv.connectors.vllm.cache import Watched
-from aiokv.connectors.vllm.groups import NO_BLOCK
-from aiokv.connectors.vllm.messages import Load, StepMetadata
+from aiokv.connectors.vllm.loads import Loads
+from aiokv.connectors.vllm.messages import StepMetadata
 from aiokv.connectors.vllm.requests import (
     CachedRequest,
     Onload,
@@ -38,24 +36,23 @@ from aiokv.connectors.vllm.requests import (
     names_of,
 )
 from aiokv.connectors.vllm.retired import RetiredLeases
-from aiokv.errors import AiokvError, BrokenEngineError, TransferError
+from aiokv.connectors.vllm.saves import Saves
+from aiokv.errors import BrokenEngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from concurrent.futures import Future
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from aiokv import Lease
     from aiokv.connectors.vllm.arrivals import Arrivals, StepPace
     from aiokv.connectors.vllm.blocks import VllmBlocks
     from aiokv.connectors.vllm.cache import HostCache
     from aiokv.connectors.vllm.groups import KVGroups
     from aiokv.connectors.vllm.link import LoadQueue
     from aiokv.connectors.vllm.options import Options
-    from aiokv.sync import Answer, Calls, SyncLayers, SyncLease
-    from aiokv.worker.device.base import Event
+    from aiokv.sync import SyncLayers
 
 log = Log(__name__)
 
@@ -115,14 +112,7 @@ class SchedulerHalf:
         self._requests: dict[str, CachedRequest] = {}
         self._computed_anew: set[str] = set()  # requests whose loads have failed
         self._waiting: dict[str, CachedRequest] = {}  # matched, without blocks of vLLM
-        self._loading: dict[str, CachedRequest] = {}  # hold blocks that are or were loaded
-        self._missing_blocks = 0  # that the prompts of these requests need, beside their own
-        self._deferred: list[CachedRequest] = []  # requests whose loads wait for blocks in use
-        self._deferred_blocks = 0  # of their loads
         self._computing: int | None = None  # see `_num_computing`; None if it has to be counted
-        # Requests of the step whose output is being processed.
-        self._finishing: list[CachedRequest] = []
-        self._loads: list[Load] = []  # loads for the next message
         self._has_no_room = False  # the step that is being scheduled has no room for a load
         self._computes_more = False  # that step computes more than the step before
         self._decision_seconds = DECISION_SECONDS  # time left for waits in that step
@@ -130,7 +120,6 @@ class SchedulerHalf:
         self._records: dict[int, _Record] = {}  # by step, of those that have not ended
         self._due: dict[int, list[CachedRequest]] = {}  # by the next step to look at them
         self._most_generated = 1  # most tokens that a step has computed of a request that decodes
-        self._posted: _Commits | None = None  # the last commits, whose answers were not read yet
         self._last_scheduled: Mapping[str, int] = {}  # tokens of the last step, by request
         self._freed = FreedBlocks()
         self._retired = RetiredLeases(
@@ -138,6 +127,8 @@ class SchedulerHalf:
             -(-step_tokens // groups.block_tokens),
             None if groups.sides or options.stores else cache.host_blocks,
         )
+        self._saves = Saves(cache, groups, self._freed, self._retired, self._timeout)
+        self._loads = Loads(cache, groups, self._freed, link, arrivals, self._saves, self._timeout)
         self._prefills = PrefillClock()
 
     # --- schedule() -------------------------------------------------------------------------------
@@ -214,12 +205,12 @@ class SchedulerHalf:
                 self._arrivals.steps_wait
                 and self._blocks_of(cached) + self._freed.num_blocks <= self._pool.num_free
                 and self._arrivals.suits_step(
-                    self._deferred_blocks + num_blocks, self._num_computing
+                    self._loads.deferred_blocks + num_blocks, self._num_computing
                 )
             )
         return self._link.suits_step(
             num_blocks,
-            deferred_blocks=self._deferred_blocks,
+            deferred_blocks=self._loads.deferred_blocks,
             has_others=self._computes_more
             or any(
                 request_id in self._requests and request_id != cached.request_id
@@ -236,7 +227,7 @@ class SchedulerHalf:
         if self._computing is None:
             waiting = self._waiting.keys() | {
                 request_id
-                for request_id, cached in self._loading.items()
+                for request_id, cached in self._loads.requests.items()
                 if cached.onload is None or not cached.onload.is_told
             }
             self._computing = len(self._requests) - len(waiting)
@@ -326,27 +317,14 @@ class SchedulerHalf:
         and it preempts no waiting request. So a load begins only when vLLM's free blocks are enough
         for the prompt of each request that waits with loaded blocks, and for this one.
         """
-        if not self._loading:
+        if not self._loads.requests:
             return True  # vLLM's own check suffices
         return self._blocks_of(cached) <= self._room
 
     @property
     def _room(self) -> int:
         """Free blocks of vLLM that are left beside the requests with loaded blocks."""
-        return self._pool.num_free - self._missing_blocks
-
-    def _add_loading(self, cached: CachedRequest) -> None:
-        """Note that a request waits for a load, with the blocks that it has."""
-        missing = self._blocks_of(cached) - len(cached.tables.ids())
-        self._missing_blocks += missing - cached.missing_blocks
-        cached.missing_blocks = missing
-        self._loading[cached.request_id] = cached
-
-    def _remove_loading(self, request_id: str) -> None:
-        cached = self._loading.pop(request_id, None)
-        if cached is not None:
-            self._missing_blocks -= cached.missing_blocks
-            cached.missing_blocks = 0
+        return self._pool.num_free - self._loads.missing_blocks
 
     def _blocks_of(self, cached: CachedRequest) -> int:
         return self._groups.most_blocks(cached.request.num_tokens + 1, self._step_tokens)
@@ -365,7 +343,7 @@ class SchedulerHalf:
         # Another connector may load into them.
         self._retired.note_given(given, is_counted=num_loaded > 0)
         if not any(block_ids):  # vLLM 0.22 does not tell which blocks another connector loads
-            self._release_retired()
+            self._saves.release_retired()
             self._retired.stop()
         if cached is None:
             return
@@ -384,119 +362,25 @@ class SchedulerHalf:
         if num_loaded == 0:
             return
         if waits:
-            self._add_loading(cached)
-        self._deferred.append(cached)
-        self._deferred_blocks += self._num_loading(cached)
-
-    def _wait_until_unused(self, block_ids: Sequence[int], after_step: int) -> None:
-        """Block until no transfer and no step in flight uses blocks that a load writes to.
-
-        With asynchronous scheduling, a request may have ended while its next step is computed.
-
-        Args:
-            block_ids: the blocks.
-            after_step: a step that may use them, too.
-        """
-        self._wait_for_transfers(block_ids)
-        step = max(after_step, self._freed.step_with(block_ids))
-        if step > self._freed.ended_step:
-            self._cache.wait_computed(step)
-
-    def _targets(self, cached: CachedRequest) -> list[int]:
-        onload = cached.onload
-        assert onload is not None
-        size = self._block_tokens
-        return cached.tables.ids(onload.first // size, onload.end // size)
-
-    def _num_loading(self, cached: CachedRequest) -> int:
-        assert cached.onload is not None
-        return (cached.onload.end - cached.onload.first) // self._block_tokens
-
-    def _begin_or_defer(self) -> None:
-        """Begin the loads whose blocks are not in use, in one crossing."""
-        if not self._deferred:
-            return
-        self._cache.wait_posted()  # so that released blocks without a transfer count as unused
-        deferred, self._deferred = self._deferred, []
-        loads = []
-        for cached in deferred:
-            onload = cached.onload
-            if cached.ended or onload is None:
-                continue
-            # A step in flight may read blocks of windows and states that vLLM has freed since.
-            after_step = onload.after_step if self._groups.sides else 0
-            if cached.loads_in_step:
-                self._wait_until_unused(self._targets(cached), after_step)
-            elif after_step > self._freed.ended_step or self._freed.are_used(self._targets(cached)):
-                self._deferred.append(cached)
-                continue
-            loads.append((cached, onload))
-        self._deferred_blocks = sum(self._num_loading(cached) for cached in self._deferred)
-        if loads:
-            self._begin(loads)
-
-    def _begin(self, loads: Sequence[tuple[CachedRequest, Onload]]) -> None:
-        calls = self._cache.calls()
-        answers = []
-        for cached, onload in loads:
-            onload.started = True
-            if cached.lease is not None:
-                blocks = onload.end // self._block_tokens
-                answer = calls.assign(
-                    cached.lease,
-                    cached.table[:blocks],
-                    computed_tokens=onload.first,
-                    # A step waits for its loads, so they are not copied behind other ones.
-                    priority=0 if cached.loads_in_step else cached.parameters.load_priority,
-                    groups=cached.tables.sides_of_hit(self._groups, blocks),
-                )
-                answers.append((cached, cached.lease, answer))
-        self._cache.run(calls)
-        begun: dict[str, SyncLayers] = {}
-        for cached, lease, answer in answers:
-            if self._cache.succeeded([answer], f"load of request {cached.request_id}"):
-                begun[cached.request_id] = lease.layers
-            else:
-                self._leave_lease(cached)
-        for cached, onload in loads:
-            targets = tuple(self._targets(cached))
-            layers = begun.get(cached.request_id)
-            if layers is not None:
-                cached.assigned = onload.end // self._block_tokens
-                self._cache.note_load(layers)
-                self._link.add(layers, self._num_loading(cached))
-                if not onload.in_step:
-                    onload.layers = layers
-                    if cached.loads_in_step:
-                        self._arrivals.join(cached)
-            elif cached.loads_in_step and not onload.in_step:
-                raise TransferError(
-                    f"the load of request {cached.request_id} could not begin, and vLLM has "
-                    "scheduled its step"
-                )
-            ids = () if layers is None else layers.transfer_ids
-            self._loads.append(
-                Load(cached.request_id, ids, targets, onload.in_step, failed=layers is None)
-            )
+            self._loads.add(cached, self._blocks_of(cached))
+        self._loads.defer(cached)
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers for a step that was scheduled."""
         self._drop_preempted()
         for cached in list(self._waiting.values()):
             if cached.request.status.name == "WAITING_FOR_REMOTE_KVS":
-                self._add_loading(cached)  # `allocated` is called later
+                self._loads.add(cached, self._blocks_of(cached))  # `allocated` is called later
             elif cached.granting is None and cached.asked_after < self._step:
                 self._leave(cached)  # vLLM asks for other requests now: let its blocks be evicted
-        for cached in self._finishing:
-            self._leave_lease(cached)  # vLLM has not reported the end of its last step
-        self._finishing.clear()
+        self._saves.leave_finishing()
         self._step += 1
         written = self._record(output)
         if self._groups.sides:
-            compat.leave_unzeroed(output, self._loading_blocks())
+            compat.leave_unzeroed(output, self._loads.written_blocks())
         self._retired.note_given(written)
-        self._wait_for_transfers(written)
-        self._begin_or_defer()
+        self._loads.wait_for_transfers(written)
+        self._loads.begin()
         waits = self._arrivals.take_waits()
         if waits:
             self._waited[self._step] = [
@@ -506,14 +390,16 @@ class SchedulerHalf:
             ]
         is_empty = not output.total_num_scheduled_tokens
         prompt_tokens = _prompt_tokens(output)
-        if not waits and not any(load.in_step for load in self._loads):
+        if not waits and not self._loads.has_step_loads:
             self._prefills.begin(self._step, prompt_tokens)  # else the step waits for loads
         if not is_empty:
             self._pace.begin(self._step, prompt_tokens)
         message = StepMetadata(
-            self._step, self._loads, [cached.request_id for cached in waits], is_empty=is_empty
+            self._step,
+            self._loads.take_messages(),
+            [cached.request_id for cached in waits],
+            is_empty=is_empty,
         )
-        self._loads = []
         self._queued = self._computing = None
         self._has_no_room = False
         self._computes_more = False
@@ -573,12 +459,22 @@ class SchedulerHalf:
 
     def _begin_prefill(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Note the blocks of a request that the present step is the first to compute."""
-        self._remove_loading(request_id)
+        self._loads.remove(request_id)
         cached = self._requests.get(request_id)
         if cached is not None:
             cached.tables.set(self._groups, block_ids)
             cached.due_step = self._step
             self._due.setdefault(self._step, []).append(cached)
+
+    def _watch(self, cached: CachedRequest) -> None:
+        """Let ``_record`` look at a request that decodes when it completes its next block."""
+        if cached.computed < cached.request.num_tokens - 1:
+            return
+        cached.due, cached.due_step = sys.maxsize, 0
+        if self._saves.are_wanted(cached):
+            size = self._block_tokens
+            cached.due = (min(cached.computed // size, len(cached.table)) + 1) * size
+            self._look_again(cached, cached.request.num_computed_tokens)
 
     def _look_again(self, cached: CachedRequest, computed: int) -> None:
         """Let ``_record`` look at a request in the first step that may reach ``cached.due``.
@@ -599,16 +495,6 @@ class SchedulerHalf:
                 for group, block, num_tokens in states:
                     cached.tables.note_state(self._groups, group, num_tokens, block)
 
-    def _loading_blocks(self) -> set[int]:
-        """Return the blocks that loads of requests that wait, or of this step, write."""
-        loading = {block for load in self._loads for block in load.block_ids}
-        return loading.union(*(self._targets(cached) for cached in self._deferred))
-
-    def _wait_for_transfers(self, block_ids: Sequence[int]) -> None:
-        """Block until no transfer of an earlier request uses blocks that a step or load writes."""
-        for idle in self._freed.used_by_transfers(block_ids):
-            self._cache.wait_idle(idle, self._timeout)
-
     # --- update_from_output() ---------------------------------------------------------------------
 
     def finished(self, request: Request) -> None:
@@ -620,11 +506,11 @@ class SchedulerHalf:
         self._drop(cached)
         onload = cached.onload
         if onload is not None and not onload.started:
-            self._loads.append(Load(cached.request_id))  # vLLM waits for its report
+            self._loads.report(cached.request_id)
         if request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
-            self._finishing.append(cached)  # step_ended() commits its last blocks
+            self._saves.finish(cached)  # step_ended() commits its last blocks
         else:
-            self._leave_lease(cached)
+            self._saves.leave(cached)
 
     def step_ended(self, step: int, failed_blocks: Collection[int]) -> None:
         """Commit the computed positions of a step. Call after vLLM has processed its output.
@@ -637,7 +523,7 @@ class SchedulerHalf:
         prefill = self._prefills.end(step)
         self._pace.end(step, prefill)
         event = self._cache.take_event(step)
-        self._note_commits()
+        self._saves.note_answers()
         if failed_blocks:
             self._note_failures(set(failed_blocks))
         ended: dict[CachedRequest, None] = {}
@@ -649,8 +535,10 @@ class SchedulerHalf:
                 # rejected.
                 cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
                 ended[cached] = None
-        if ended or self._finishing or self._cache.closes_steps_on_ranks:
-            self._commit(ended, event, prefill)
+        for cached in ended:
+            self._watch(cached)
+        if ended or self._saves.finishing or self._cache.closes_steps_on_ranks:
+            self._saves.commit(ended, event, prefill)
         self._freed.note_ended(step)
 
     def ended_loads(self, reported: set[str] | None) -> set[str] | None:
@@ -659,7 +547,7 @@ class SchedulerHalf:
         Args:
             reported: those whose loads had ended when the workers began the step.
         """
-        ended = self._arrivals.add_to(reported, self._loading, self._num_computing)
+        ended = self._arrivals.add_to(reported, self._loads.requests, self._num_computing)
         self._computing = None
         return ended
 
@@ -674,137 +562,6 @@ class SchedulerHalf:
             for layers in self._waited.pop(number):
                 layers.wait_all(self._timeout)
 
-    def _commit(
-        self,
-        requests: Iterable[CachedRequest],
-        event: Event | None,
-        prefill: tuple[int, float] | None,
-    ) -> None:
-        """Commit the full blocks that are computed, and close the step, in one crossing.
-
-        It also releases or retires the leases of the requests that have finished in the step, and
-        lets retired leases end. The engine makes these calls while the next step is scheduled and
-        computed.
-        """
-        calls = self._cache.calls()
-        committed = []
-        keeps = self._retired.keeps
-        for cached in requests:
-            blocks, lease = self._advance(cached), cached.lease
-            if blocks > cached.committed and lease is not None:
-                answer = self._add_commit(calls, lease, cached, blocks, keeps=keeps)
-                committed.append((cached, answer))
-        ends = self._end_retired(calls)
-        retired = self._retire_finished(calls, ends)
-        saves = committed or any(end.saves for end in ends)
-        if self._cache.is_usable and (saves or self._cache.closes_steps_on_ranks):
-            if prefill is not None:
-                calls.note_prefill(*prefill)
-            calls.step(event)  # transfers of the blocks wait for this event
-        # vLLM frees blocks of windows and states while their request runs.
-        for cached, answer in committed:
-            if cached.saving and cached.lease is not None:
-                self._freed.add(cached.saving, 0, Watched(cached.lease, answer))
-                cached.saving = []
-        watched = self._cache.release_and_watch(
-            [end.lease for end in ends], calls, [end.label for end in ends]
-        )
-        self._posted = _Commits(calls, committed, retired)
-        for end, idle in zip(ends, watched, strict=True):
-            self._freed.add(end.block_ids, 0, idle)
-
-    def _end_retired(self, calls: Calls) -> list[_End]:
-        """Copy what host memory lacks of the retired leases whose blocks vLLM reuses soon.
-
-        Returns:
-            The leases, which have to be released.
-        """
-        ending = self._retired.take_ending() if self._cache.is_usable else []
-        for lease, block_ids, kept, valid in ending:
-            if kept < valid:
-                end = valid * self._block_tokens if valid < len(block_ids) else None
-                calls.add(_save_rest, lease.inner, end, kept)
-        return [_End(other.lease, other.block_ids, other.kept < other.valid) for other in ending]
-
-    def _retire_finished(self, calls: Calls, ends: list[_End]) -> list[_Retiring]:
-        """Retire the leases of the requests that have finished; add the others to ``ends``."""
-        finished, self._finishing = self._finishing, []
-        retires = self._cache.is_usable and self._retired.should_retire
-        retired = []
-        for cached in finished:
-            lease, cached.lease = cached.lease, None
-            if lease is None:
-                continue
-            ids, label = cached.tables.ids(0, cached.assigned), cached.parameters.returns
-            if not (retires and ids):
-                saves = bool(ids) and self._retired.is_active
-                if saves:
-                    calls.commit_blocks(lease, [], [])
-                ends.append(_End(lease, ids, saves, label))
-                continue
-            retired.append(_Retiring(lease, ids, label, calls.retire(lease, returns=label)))
-            self._retired.add(lease, ids)
-            self._freed.add(ids, 0, Watched(lease, retired[-1].answer))
-        return retired
-
-    def _advance(self, cached: CachedRequest) -> int:
-        """Return the number of blocks to commit; set ``due`` of a request that decodes."""
-        blocks = min(cached.computed // self._block_tokens, len(cached.table))
-        lease = cached.lease
-        is_saved = (
-            lease is not None
-            and cached.parameters.write
-            and self._cache.is_usable
-            and not cached.was_preempted
-        )
-        if cached.computed >= cached.request.num_tokens - 1:
-            cached.due = (blocks + 1) * self._block_tokens if is_saved else sys.maxsize
-            cached.due_step = 0
-            if is_saved:
-                self._look_again(cached, cached.request.num_computed_tokens)
-        if not is_saved or lease is None or blocks < cached.assigned:
-            return 0
-        # The first blocks have to cover the hit, also one that vLLM does not load.
-        is_covered = cached.assigned or blocks * self._block_tokens >= lease.cached_tokens
-        return blocks if is_covered else 0
-
-    def _note_commits(self) -> None:
-        """Wait for the answers of the last commits, and give up the leases of those that failed."""
-        if self._posted is None:
-            return
-        posted, self._posted = self._posted, None
-        self._cache.run(posted.calls)
-        for cached, answer in posted.answers:
-            if answer.error is not None:
-                self._cache.succeeded([answer], f"commit of request {cached.request_id}")
-                self._leave_lease(cached)
-        for lease, ids, label, answer in posted.retired:
-            if answer.error is not None or not answer.value:
-                self._retired.remove(lease, ids)
-                (idle,) = self._cache.release_and_watch([lease], labels=[label])
-                self._freed.add(ids, 0, idle)
-
-    def _add_commit(
-        self, calls: Calls, lease: SyncLease, cached: CachedRequest, blocks: int, *, keeps: bool
-    ) -> Answer[Any]:
-        end = max(blocks * self._block_tokens, cached.known_tokens)
-        sides = cached.tables.sides_to_save(
-            self._groups, cached.assigned, blocks, cached.kept_tokens
-        )
-        answer = calls.commit_blocks(
-            lease,
-            cached.table[cached.assigned : blocks],
-            cached.request.all_token_ids[cached.known_tokens : end],
-            groups=sides,
-            kept_blocks=blocks if keeps else 0,
-        )
-        for side in sides.values():
-            cached.saving += [block for block in side if block != NO_BLOCK]
-        self._retired.note_saved(blocks - cached.assigned)
-        cached.known_tokens = end
-        cached.assigned = cached.committed = blocks
-        return answer
-
     def _note_failures(self, failed_blocks: set[int]) -> None:
         """Give up positions that were computed with blocks whose loads have failed.
 
@@ -814,14 +571,14 @@ class SchedulerHalf:
         they leave its cache here.
         """
         computed_with = set(failed_blocks)
-        for cached in [*self._requests.values(), *self._finishing]:
+        for cached in [*self._requests.values(), *self._saves.finishing]:
             first = next(
                 (i for i, block in enumerate(cached.table) if block in failed_blocks), None
             )
             if first is not None:
                 computed_with.update(cached.table[first:])
                 if cached.onload is not None:
-                    self._leave_lease(cached)
+                    self._saves.leave(cached)
         if self._layerwise or self._arrivals.steps_wait:
             self._pool.evict(computed_with)
 
@@ -830,38 +587,19 @@ class SchedulerHalf:
     def _leave(self, cached: CachedRequest) -> None:
         """Forget a request whose blocks vLLM has freed, or that has none."""
         self._drop(cached)
-        self._leave_lease(cached)
+        self._saves.leave(cached)
 
     def _drop(self, cached: CachedRequest) -> None:
         """Follow a request no longer; steps in flight may still compute with its blocks."""
         request_id = cached.request_id
         for requests in (self._requests, self._waiting):
             requests.pop(request_id, None)
-        self._remove_loading(request_id)
+        self._loads.remove(request_id)
         self._computing = None
         cached.ended = True
         steps = (n for n, record in self._records.items() if request_id in record.scheduled)
         last_step = max(steps, default=0)
         self._freed.add(cached.tables.ids(), last_step, None)
-
-    def _leave_lease(self, cached: CachedRequest) -> None:
-        """Release the lease; its transfers go on.
-
-        If vLLM was told that its load ends, it ends first: another request may compute with the
-        blocks.
-        """
-        lease, cached.lease = cached.lease, None
-        onload = cached.onload
-        if onload is not None and onload.is_told and onload.layers is not None:
-            with contextlib.suppress(AiokvError):  # the failure is noted with the step
-                onload.layers.wait_all(self._timeout)
-        if cached.granting is not None:
-            cached.granting.cancel()
-            cached.granting = None
-        if lease is None:
-            return
-        (idle,) = self._cache.release_and_watch([lease])
-        self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
 
     def _drop_preempted(self) -> None:
         """Drop the preempted requests: vLLM 0.22 does not list all of them."""
@@ -893,7 +631,7 @@ class SchedulerHalf:
             False when transfers did not end in time, or a request waits for a load that must not
             fail: the blocks are still there.
         """
-        if self._loading and self._groups.sides and not compat.CAN_FAIL_REQUESTS:
+        if self._loads.requests and self._groups.sides and not compat.CAN_FAIL_REQUESTS:
             return False
         self.reset()
         is_done = self._cache.reset(self._timeout)
@@ -903,14 +641,10 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Release all leases, so that no block of running requests is saved."""
-        self._note_commits()
-        for cached in [*self._requests.values(), *self._finishing]:
-            self._leave_lease(cached)
-        self._release_retired()
-
-    def _release_retired(self) -> None:
-        if leases := self._retired.take_all():
-            self._cache.release_and_watch(leases)
+        self._saves.note_answers()
+        for cached in [*self._requests.values(), *self._saves.finishing]:
+            self._saves.leave(cached)
+        self._saves.release_retired()
 
     # --- statistics -------------------------------------------------------------------------------
 
@@ -942,38 +676,6 @@ class _Record(NamedTuple):
     ends: list[tuple[CachedRequest, int]]
 
 
-class _End(NamedTuple):
-    """A lease that is released with the commits of a step, and its blocks, which it may save."""
-
-    lease: SyncLease
-    block_ids: list[int]
-    saves: bool
-    label: str = ""
-
-
-class _Retiring(NamedTuple):
-    """A lease that is retired with the commits of a step, and its blocks."""
-
-    lease: SyncLease
-    block_ids: list[int]
-    label: str
-    answer: Answer[bool]
-
-
-class _Commits(NamedTuple):
-    """Commits whose answers were not read yet.
-
-    Attributes:
-        calls: the calls of the crossing.
-        answers: the requests, with the answers of their commits.
-        retired: the leases that were to be retired.
-    """
-
-    calls: Calls
-    answers: list[tuple[CachedRequest, Answer[Any]]]
-    retired: list[_Retiring]
-
-
 def _prompt_tokens(output: SchedulerOutput) -> int:
     """Return the number of tokens of a step that no request has generated or drafted."""
     drafts = output.scheduled_spec_decode_tokens
@@ -984,19 +686,3 @@ def _prompt_tokens(output: SchedulerOutput) -> int:
         for request_id, num_tokens in output.num_scheduled_tokens.items()
         if num_tokens > 1 + len(drafts.get(request_id, ()))
     )
-
-
-def _save_rest(lease: Lease, end: int | None, kept_blocks: int) -> None:
-    """Save what host memory lacks of a retired lease. On the loop.
-
-    Args:
-        lease: the lease.
-        end: vLLM has reused the blocks from this position on; None if it has reused none.
-        kept_blocks: leading blocks that newer requests share.
-
-    Raises:
-        UsageError: the position is inside an item; nothing is saved.
-    """
-    if end is not None:
-        lease.truncate(end)
-    lease.commit_blocks([], [], kept_blocks=kept_blocks)
