@@ -281,6 +281,19 @@ class RankThread(Unique):
         """
         cross(self._thread, self._rank.step, step, event)
 
+    def layers_done(self, mark: bytes, event: Event | None = None) -> None:
+        """Let named layers be sent by this rank; see :meth:`aiokv.ranks.Rank.layers_done`.
+
+        Args:
+            mark: what ``SyncSending.layers_done`` has returned.
+            event: recorded after the work that computes the layers; None when it has finished.
+
+        Raises:
+            UsageError: as there, or the thread was not started. Nothing changed.
+            ClosedError, BrokenEngineError: the rank has ended.
+        """
+        cross(self._thread, self._rank.layers_done, mark, event)
+
     # --- statistics -------------------------------------------------------------------------------
 
     def layer_wait_statistics(self) -> LayerWaitStatistics:
