@@ -14,6 +14,7 @@ import pickle
 import runpy
 import shutil
 import sys
+import time
 import types
 import warnings
 from collections import deque
@@ -412,6 +413,7 @@ class Roles:
         self.lost_requests: set[str] = set()
         self.dropped: set[str] = set()
         self.decode_batches = 0
+        self.outputs: deque[Any] = deque()  # first tokens whose KV may still be on its way
 
     def add(self, name: str, prompt: list[int], max_outputs: int) -> None:
         self.waiting.append((name, prompt, max_outputs))
@@ -433,7 +435,11 @@ class Roles:
         self.not_before[name] = self.decode_batches + len(self.decode.batches) + 2
         self.prefill.cached_tokens += source.num_cached_tokens
         source.num_cached_tokens = 0
+        self._reserve(source, target)
         self.prefill.manager.add_request_in_p([source])
+
+    def _reserve(self, source: Any, target: Any) -> None:
+        """Prepare the transfer of a prompt: both servers have its blocks."""
 
     def step_prefill(self) -> None:
         self.prefill.schedule()
@@ -467,24 +473,33 @@ class Roles:
             for source, target in zip(self.prefill.workers, self.decode.workers, strict=True):
                 for old, new in zip(source.layers, target.layers, strict=True):
                     new[table[:blocks]] = old[self.sources[name][:blocks]]
-            self._tell(name, token)
+            self._tell(self.output(name, token))
         self.prefill.manager.finish_requests(name)
 
-    def _tell(self, name: str, token: int) -> None:
-        output = SimpleNamespace(
+    def receive(self) -> None:
+        """Take a first token whose KV may still be on its way."""
+
+    def output(self, name: str, token: int) -> SimpleNamespace:
+        return SimpleNamespace(
             request_id=name,
             outputs=SimpleNamespace(token_ids=[token], draft_token_ids=[]),
             num_cached_tokens=0,
             metrics=self.decode.requests[name].metrics,
+            error_code=200,
+            error_msg="",
         )
+
+    def _tell(self, output: Any) -> None:
+        name = output.request_id
         self.decode.manager.add_prefilled_request(output)
         if len(self.decode.requests[name].output_token_ids) == self.decode.limits[name]:
             self.decode.ended.add(name)
             self.decode.manager.finish_requests(name)
 
-    def run(self, expire: Callable[[], None], num_steps: int = 20_000) -> None:
+    def run(self, expire: Callable[[], None] = lambda: None) -> None:
         """Let all parts take turns; ``expire`` lets the time to live of lost requests pass."""
-        for _ in range(num_steps):
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
             left = set(self.decode.manager.requests) - self.lost_requests
             if not (self.waiting or self.computed or left or self.prefill.manager.requests):
                 break
@@ -497,7 +512,55 @@ class Roles:
                 self.send()
             elif turn < 0.61:
                 expire()
+            elif turn < 0.7 and self.outputs:
+                self.receive()
             else:
                 self.step_decode()
         assert not [*self.waiting, *self.computed, *left]
         assert not self.prefill.manager.requests
+
+
+class PeerRoles(Roles):
+    """A prefill server and a decode server whose aiokv engines move the KV of prompts.
+
+    The calls are those that the patch adds to FastDeploy.
+
+    Attributes:
+        sent: outcomes of the sends that were reported, by request.
+        failed: errors that the decode server answers with, by request.
+    """
+
+    def __init__(self, prefill: Drive, decode: Drive, chance: random.Random) -> None:
+        super().__init__(prefill, decode, chance, 0.0)
+        self.sent: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+
+    def _reserve(self, source: Any, target: Any) -> None:
+        ticket = self.decode.manager.cache_manager.begin_receive(target)
+        self.prefill.manager.cache_manager.begin_send(source.request_id, ticket)
+
+    def send(self) -> None:
+        """Take the outcome of a send, or let the next request have its turn."""
+        name, token = self.computed.popleft()
+        outcomes = self.prefill.manager.cache_manager.finished_sends(name)
+        if not outcomes:
+            self.computed.append((name, token))
+            return
+        ((_, outcome),) = outcomes
+        self.sent[name] = outcome
+        output = self.output(name, token)
+        if outcome != "finished":
+            output.error_code, output.error_msg = 501, outcome
+        self.outputs.append(output)
+        self.prefill.manager.finish_requests(name)
+
+    def receive(self) -> None:
+        """Do with a first token as FastDeploy's loop for prefilled requests does."""
+        output = self.outputs.popleft()
+        if not self.decode.manager.cache_manager.has_received(output):
+            self.outputs.append(output)
+        elif output.error_code != 200:
+            self.failed[output.request_id] = output.error_msg
+            self.decode.manager.pre_recycle_resource(output.request_id)
+        else:
+            self._tell(output)

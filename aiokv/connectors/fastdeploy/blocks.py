@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiokv import Hit, LeaseState
 from aiokv.base import checks
 from aiokv.base.logs import Log
+from aiokv.connectors.fastdeploy.handovers import FINISHED, Handovers
 from aiokv.connectors.fastdeploy.holding import Holding
 from aiokv.connectors.fastdeploy.requests import (
     UnknownRequest,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv import Item, Lease
+    from aiokv.connectors.fastdeploy.handovers import LayerMark, Received
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.connectors.fastdeploy.settings import Sizes
     from aiokv.sync import Answer, Calls, EngineFuture, SyncEngine, SyncLease
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 PROMISE_SECONDS: Final = 10.0  # wait for blocks that `can_allocate` has promised
+GIVEN_UP_SECONDS: Final = 30.0  # limit for a prefill server to report that its send has failed
 
 
 class RequestBlocks:
@@ -81,7 +84,11 @@ class RequestBlocks:
         self._onloading: dict[str, Holding] = {}  # requests that wait for their onloads
         self._refused = ""  # id of the request that was just told to wait
         self._room = 0  # number of blocks that can certainly be taken
+        # Whether prompts arrive, so that blocks before theirs cannot be evicted any more.
+        self._room_may_change = False
         self._promised = 0  # number of blocks that a caller was told it can take
+        self._reserved: SyncLease | None = None  # of these blocks, while prompts arrive
+        self._reserved_blocks = 0
         self._has_committed = False  # True after a commit, until the next batch is scheduled
         self._schedules = 0  # number of batches since the last look at all requests
         self._prefilling: list[Holding] = []  # requests to look at after each batch
@@ -98,6 +105,8 @@ class RequestBlocks:
         self.last_step = 0  # number of the last closed step
         self._batch = 0  # number of batches
         self._prefills = PrefillClock()
+        self._handovers = Handovers(engine, sizes.layer_ends)
+        self._layer_marks: list[LayerMark] = []  # of the last batch
 
     def close(self) -> None:
         """Release everything that is held."""
@@ -126,9 +135,9 @@ class RequestBlocks:
 
     @property
     def has_copies(self) -> bool:
-        """True if blocks are being copied, or wait for it. Does not cross."""
+        """True if blocks are being copied, sent or received, or wait for it. Does not cross."""
         counts = self.engine.cache_statistics().attention
-        return counts.device.in_flight + counts.host.in_flight > 0
+        return counts.device.in_flight + counts.host.in_flight > 0 or self._handovers.are_moving
 
     # --- verbs of requests ------------------------------------------------------------------------
 
@@ -291,6 +300,8 @@ class RequestBlocks:
             if missing > self._room and not self._find_room(missing, self._matched):
                 self._lacks_room = True
                 return False
+            if missing > 0 and self._room_may_change and not self._reserve(missing):
+                return False
             self._promised = num_blocks
             return True
 
@@ -389,7 +400,9 @@ class RequestBlocks:
                     return request_id
             return None
 
-    def end(self, request_id: str, *, keep_seconds: float = 0.0) -> None:
+    def end(
+        self, request_id: str, *, keep_seconds: float = 0.0, is_preempted: bool = False
+    ) -> None:
         """Commit the computed positions, and give back all blocks. Idempotent.
 
         Full blocks of known tokens stay cached. A request that was matched and then found no room
@@ -399,8 +412,11 @@ class RequestBlocks:
         Args:
             request_id: as given by the scheduler.
             keep_seconds: how long no other request may write the blocks, which are being sent.
+            is_preempted: True if the request goes on later; the outcome of its send is kept.
         """
         with self._lock:
+            if not is_preempted:
+                self._handovers.forget(request_id)
             if request_id == self._refused:
                 self._refused = ""  # the scheduler will match the request again
                 return
@@ -446,6 +462,7 @@ class RequestBlocks:
         with self._lock:
             self._room = self._promised = self._spare = 0
             calls = self.engine.calls()
+            self._record_unreserve(calls)
             for holding in self._all_holdings():
                 _release(calls, holding)
                 holding.has_failed = holding.has_failed or bool(holding.table)
@@ -477,20 +494,23 @@ class RequestBlocks:
         """
         with self._lock:
             self._promised, self._refused = 0, ""
+            self._layer_marks = []
             self._batched.clear()
             self._matched = None
             self._batch += 1
             self._schedules += 1
-            has_host = self._sizes.host_blocks > 0
+            has_transfers = self._sizes.host_blocks > 0 or self._handovers.are_moving
             looks = self._schedules >= self._sizes.look_schedules and bool(self._holdings)
             waits = self._may_wait and bool(self._prefilling)
             self._may_wait = False
-            has_changed = self._holds_step or (has_host and self._has_changed and not waits)
+            has_changed = self._holds_step or (has_transfers and self._has_changed and not waits)
             is_left = self._parked is not None and self._parked_in + 1 < self._batch
-            if not (looks or has_changed or is_left or self._prefilling or self._leaving):
+            is_due = looks or has_changed or is_left or self._reserved is not None
+            if not (is_due or self._prefilling or self._leaving):
                 self._has_committed = False
                 return self.last_step
             calls = self.engine.calls()
+            self._record_unreserve(calls)
             self._record_departures(calls)
             if is_left:
                 self._record_parked(calls)
@@ -500,18 +520,22 @@ class RequestBlocks:
                 if holding.is_prefilling
                 and self._holdings.get(holding.request.request_id) is holding
             ]
-            if has_host:
+            if has_transfers:
                 for holding in due:
                     self._record_commit(calls, holding)
             looked: list[Holding] = []
-            if looks or (has_host and (len(calls) or has_changed)):
+            if looks or (has_transfers and (len(calls) or has_changed)):
                 looked = due = self._record_commits(calls)
                 self._schedules = 0
             self._note_prefill(due)
             ahead = [holding for holding in looked if self._needs_blocks(holding)]
             extended = self._record_ahead(calls, ahead)
             if len(calls) or has_changed:
-                self._end_step(calls)
+                self._record_end_of_step(calls)
+            announced = self._handovers.record_layers(calls, due)
+            if len(calls):
+                self._run(calls)  # blocks of the closed step may have to be saved first
+            self._layer_marks = [mark for answer in announced for mark in answer.value]
             self._has_committed = False
             self._note_batch(due)
             self._note_looks(looked, ahead, extended)
@@ -534,15 +558,13 @@ class RequestBlocks:
         for holding in looked:
             holding.note_looked(self._sizes)
 
-    def _end_step(self, calls: Calls) -> None:
-        """Close the step, and ask for the room of the next."""
+    def _record_end_of_step(self, calls: Calls) -> None:
         for measured in self._prefill_times:
             calls.note_prefill(*measured)
         self._prefill_times.clear()
         self._has_changed = self._holds_step  # the next step has to be closed, too
         self._holds_step = False
         calls.add(self._close_step)
-        self._run(calls)  # blocks of the closed step may have to be saved first
 
     def _run(self, calls: Calls) -> None:
         """Make calls, and ask for the room of a step in the same crossing."""
@@ -558,7 +580,7 @@ class RequestBlocks:
                 if len(holding.request.output_token_ids) > holding.base_outputs:
                     holding.scheduled_tokens, holding.awaited_since = holding.prefill_tokens, 0.0
                 continue
-            end = min(holding.request.num_computed_tokens, holding.prefill_tokens)
+            end = holding.batch_end
             if end > holding.scheduled_tokens:
                 num_tokens += end - holding.scheduled_tokens
                 waits = waits or not holding.has_arrived
@@ -576,16 +598,64 @@ class RequestBlocks:
         if measured is not None:
             self._prefill_times.append(measured)
 
-    def late_requests(self, seconds: float) -> list[Request]:
-        """Return the requests whose KV another server has not sent within this time."""
+    # --- prefill and decode servers ---------------------------------------------------------------
+
+    @property
+    def layer_marks(self) -> list[LayerMark]:
+        """Marks of the layers that the batch of the last ``end_schedule`` computes."""
+        return self._layer_marks
+
+    def send(self, request_id: str, ticket: bytes | None) -> None:
+        """Begin to send the prompt of a request to the decode server that has made a ticket."""
         with self._lock:
-            limit = time.monotonic() - seconds
-            return [
-                holding.request
-                for holding in self._holdings.values()
-                if 0.0 < holding.awaited_since <= limit
-                and len(holding.request.output_token_ids) == holding.base_outputs
-            ]
+            if (holding := self._holdings.get(request_id)) is not None:
+                self._handovers.send(holding, ticket)
+
+    def send_outcome(self, request_id: str) -> str:
+        """Return ``FINISHED``, the reason of a failure, or "" while a prompt is being sent."""
+        with self._lock:
+            outcome = self._handovers.send_outcome(request_id)
+            if outcome is None:
+                is_held = request_id in self._holdings
+                return "" if is_held else "the request has given its blocks back"
+            return outcome
+
+    def receive(self, request: Request, seconds: float) -> Received | None:
+        """Begin to receive the prompt of a request; None if its blocks are not those of its lease.
+
+        They are not after a second allocation for the same id.
+        """
+        with self._lock:
+            holding = self._holdings.get(request.request_id)
+            if holding is None or list(request.block_tables) != holding.block_ids:
+                return None
+            self._room, self._room_may_change = 0, True
+            return self._handovers.receive(holding, seconds)
+
+    def receive_outcome(self, request_id: str) -> str:
+        """Return ``FINISHED``, the reason of a failure, or "" while a prompt is being received."""
+        with self._lock:
+            outcome = self._handovers.receive_outcome(request_id)
+            return "the request receives no blocks" if outcome is None else outcome
+
+    def late_requests(self, seconds: float) -> list[Request]:
+        """Return the requests whose KV another server has not sent within this time.
+
+        When it has given up, ``GIVEN_UP_SECONDS`` are left for it to say so.
+        """
+        with self._lock:
+            now, late = time.monotonic(), []
+            for holding in self._holdings.values():
+                outputs = len(holding.request.output_token_ids)
+                if not holding.awaited_since or outputs > holding.base_outputs:
+                    continue
+                outcome = self._handovers.receive_outcome(holding.request.request_id)
+                if outcome not in (None, "", FINISHED):
+                    left_since = now - seconds + GIVEN_UP_SECONDS
+                    holding.awaited_since = min(holding.awaited_since, left_since)
+                if holding.awaited_since <= now - seconds:
+                    late.append(holding.request)
+            return late
 
     def failed_requests(self) -> list[str]:
         """Return the ids of requests whose onloads have failed, in one crossing."""
@@ -660,20 +730,20 @@ class RequestBlocks:
             in_batch: True for blocks that the batch being scheduled computes.
         """
         lease = holding.lease
-        if lease is None or not holding.table or not holding.shares_blocks:
+        is_sent = self._handovers.is_sent(holding.request.request_id)
+        if lease is None or not holding.table or not (holding.shares_blocks or is_sent):
             return
         holding.check_alignment()
         usable = len(holding.table) if holding.usable_blocks is None else holding.usable_blocks
         size = self._block_tokens
         computed = (
-            min(holding.request.num_computed_tokens, holding.prefill_tokens)
-            if in_batch
-            else holding.computed_tokens(self._sizes.tail_tokens)
+            holding.batch_end if in_batch else holding.computed_tokens(self._sizes.tail_tokens)
         )
         computed = min(computed, usable * size)
         if not self._sizes.shares_outputs:
             computed = min(computed, holding.prefill_tokens)
-        computed -= computed % size
+        if not (is_sent and computed == holding.prefill_tokens):
+            computed -= computed % size
         if computed <= holding.committed_tokens:
             return
         if self._parked and holding.committed_tokens <= self._parked.hit.total < computed:
@@ -724,6 +794,7 @@ class RequestBlocks:
         return True
 
     def _record_release_of_all(self, calls: Calls) -> None:
+        self._record_unreserve(calls)
         for holding in self._all_holdings():
             _release(calls, holding)
         self._holdings.clear()
@@ -784,6 +855,7 @@ class RequestBlocks:
         """Append blocks to the lease of a request; return False without room."""
         num_tokens = num_blocks * self._block_tokens
         calls = self.engine.calls()
+        self._record_unreserve(calls)
         if holding.table and holding.lease is not None:
             answer: Answer[Any] = calls.extend([holding.lease], num_tokens)
         else:
@@ -799,6 +871,24 @@ class RequestBlocks:
         self._has_changed = True
         self._room = max(self._room - num_blocks, 0)
         return True
+
+    def _reserve(self, num_blocks: int) -> bool:
+        """Take blocks for the next ``allocate``; return False without room."""
+        calls = self.engine.calls()
+        self._record_unreserve(calls)
+        lease = calls.match([0], read=False, write=False, owner="FastDeploy")
+        taken = calls.try_allocate(lease, num_blocks * self._block_tokens, reserve_blocks=0)
+        calls.run(raise_errors=False)
+        self._room = 0
+        has_taken = taken.error is None and taken.value
+        self._reserved, self._reserved_blocks = lease, num_blocks if has_taken else 0
+        return has_taken
+
+    def _record_unreserve(self, calls: Calls) -> None:
+        """Give the blocks of ``_reserve`` back; later calls of the same crossing find them free."""
+        if self._reserved is not None:
+            calls.release(self._reserved)
+            self._reserved, self._reserved_blocks = None, 0
 
     def _read_table(self, holding: Holding, given: int) -> None:
         """Read the blocks of a lease, of which the scheduler has the first ``given``."""
@@ -817,6 +907,7 @@ class RequestBlocks:
             wait_seconds: how long to wait for copies of blocks.
         """
         empty = self.engine.free_device_blocks + self.engine.evictable_device_blocks
+        empty += self._reserved_blocks
         held = self._spare - (0 if user is None else user.spare)
         held += 0 if self._parked is None else self._parked.given
         leaving = sum(len(left.table) for left in (*self._leaving, *self._onloading.values()))
@@ -896,6 +987,7 @@ class RequestBlocks:
         if num_blocks > self._sizes.device_blocks:
             return False
         calls = self.engine.calls()
+        self._record_unreserve(calls)
         room = self._record_room(calls, num_blocks)
         calls.run()
         self._room = room.value
@@ -903,6 +995,7 @@ class RequestBlocks:
 
     def _record_room(self, calls: Calls, num_blocks: int) -> Answer[int]:
         """Ask how many blocks can be taken: at least ``num_blocks``, or those of a step."""
+        self._room_may_change = self._sizes.role == "decode" and self._handovers.are_moving
         if self._sizes.write_policy == "write_back":
             return calls.add(self._free_blocks, num_blocks)
         limit = max(self._sizes.room_blocks(len(self._holdings)), num_blocks)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from aiokv.base.logs import join_log
 from aiokv.connectors.fastdeploy.caches import cache_name, create_caches, regions_of
-from aiokv.connectors.fastdeploy.layers import LayerDoneCounter
-from aiokv.connectors.fastdeploy.metadata import step_of, transfer_ids_of
-from aiokv.connectors.fastdeploy.settings import socket_of
+from aiokv.connectors.fastdeploy.layers import ComputedLayers, LayerDoneCounter
+from aiokv.connectors.fastdeploy.metadata import layer_marks_of, step_of, transfer_ids_of
+from aiokv.connectors.fastdeploy.peers import peers_of
+from aiokv.connectors.fastdeploy.settings import computes_in_order, layers_of, socket_of
 from aiokv.connectors.fastdeploy.stores import stores_of
 from aiokv.errors import ConfigError, UsageError
 from aiokv.frameworks.paddle import import_paddle, recorded_event
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from aiokv import Peers
     from aiokv.connectors.fastdeploy.layers import Layers
     from aiokv.devices import Device
 
@@ -45,6 +47,8 @@ class CacheController:
         device: device of the tensors, as for ``CacheEngine``.
         stores: stores of this rank's shard of the blocks; None for those of
             ``--kvcache-storage-backend``.
+        peers: sends this rank's shard of prompts to decode servers, or receives it from prefill
+            servers; None for no peers. The ``RankGroup`` of the manager needs ``has_peers=True``.
         step_event: on a GPU: returns an event that was recorded just now on the stream of the
             model. None where all submitted work has finished when a batch begins.
 
@@ -63,6 +67,7 @@ class CacheController:
         source: LayerSource | None = None,
         device: Device | str | None = None,
         stores: Sequence[Any] | None = None,
+        peers: Peers | None = None,
         step_event: Callable[[], Any] | None = None,
     ) -> None:
         if (path is None) == (source is None):
@@ -72,12 +77,13 @@ class CacheController:
             )
         join_log("fastdeploy")
         self.config = config
-        self._num_layers, self._draft_layers = _layers_of(config)
+        self._num_layers, self._draft_layers = layers_of(config)
         ranks = int(getattr(getattr(config, "parallel_config", None), "tensor_parallel_size", 1))
         self._rank_number = local_rank % ranks
         self._device_id = device_id
         self._path, self._source, self._device = path, source, device
         self._stores = stores_of(config) if stores is None else stores
+        self._peers = peers
         self._step_event = step_event
         self._rank: RankThread | None = None
         self._closed_step = 0
@@ -89,7 +95,7 @@ class CacheController:
         """Return the controller of a worker process: see ``CacheManager.for_workers``.
 
         With a Paddle for CUDA, the tensors are on the GPU, and the model computes in the current
-        stream.
+        stream. The peers are those of ``AIOKV_PEERS_SECRET``.
 
         Args:
             config: the ``FDConfig`` of the worker.
@@ -98,6 +104,10 @@ class CacheController:
         """
         if import_paddle().is_compiled_with_cuda():
             options = {"device": "cuda", "step_event": recorded_event, **options}
+        if (peers := peers_of(config)) is not None:
+            options = {"peers": peers, **options}
+            # Else the attention kernels report layers to a queue, which blocks without a reader.
+            config.parallel_config.pd_disaggregation_mode = "None"
         return cls(config, local_rank, device_id, path=socket_of(config), **options)
 
     # --- tensors ----------------------------------------------------------------------------------
@@ -198,7 +208,12 @@ class CacheController:
                 self._rank.regions = regions  # for wakeup() of the manager
             else:
                 self._rank = RankThread(
-                    self._path, self._rank_number, regions, self._device, stores=self._stores
+                    self._path,
+                    self._rank_number,
+                    regions,
+                    self._device,
+                    stores=self._stores,
+                    peers=self._peers,
                 )
                 self._rank.start()
         self._caches = known
@@ -207,7 +222,7 @@ class CacheController:
 
     @property
     def swap_layer_done_counter(self) -> LayerDoneCounter | None:
-        """Counter of the onloads that the present batch waits for; None without any."""
+        """Counter of the layers of the present batch; see ``submit_swap_tasks``."""
         return self._counter
 
     def submit_swap_tasks(
@@ -224,7 +239,8 @@ class CacheController:
             swap_in_metadata: ``BatchRequest.cache_swap_metadata``.
 
         Returns:
-            Counter of the onloads; None when the batch waits for none.
+            Counter of the onloads, which also tells this rank which layers are computed, so that
+            they are sent. None when the batch waits for no onload, and no layer is sent early.
         """
         step = step_of(evict_metadata)
         if self._rank is not None and step > self._closed_step:
@@ -232,15 +248,22 @@ class CacheController:
             self._closed_step = step
         self._counter = None
         transfer_ids = transfer_ids_of(swap_in_metadata)
-        if transfer_ids:
-            num_layers = self._num_layers + self._draft_layers
-            self._counter = LayerDoneCounter(num_layers, self._find(transfer_ids))
+        marks = layer_marks_of(evict_metadata) if computes_in_order() else []
+        if transfer_ids or marks:
+            self._counter = LayerDoneCounter(
+                self._num_layers + self._draft_layers,
+                self._find(transfer_ids),
+                self._computed_layers(marks) if marks else None,
+            )
         return self._counter
+
+    def _computed_layers(self, marks: list[tuple[int, bytes]]) -> ComputedLayers:
+        return ComputedLayers(marks, self._connected().layers_done, self._step_event)
 
     def _find(self, transfer_ids: list[int]) -> Sequence[Layers]:
         if self._source is not None:
             return self._source.layers(transfer_ids)
-        return [self._connected().layers(transfer_ids)]
+        return [self._connected().layers(transfer_ids)] if transfer_ids else []
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -268,7 +291,10 @@ class CacheController:
             rank.close()
 
     def get_stats(self) -> dict[str, Any]:
-        """Return the number of layers, and the counts of this rank's transfers by direction."""
+        """Return the number of layers, and the counts of this rank's transfers by direction.
+
+        With peers, ``sent`` and ``received`` count what was exchanged with other servers.
+        """
         stats: dict[str, Any] = {
             "initialized": bool(self._caches) or self._source is not None,
             "num_layers": self._num_layers + self._draft_layers,
@@ -276,17 +302,6 @@ class CacheController:
         if self._rank is not None and self._rank.is_ready:
             counts = self._rank.statistics()
             stats |= {"swap_in": counts.attention.onload, "swap_out": counts.attention.offload}
+            for peers in self._rank.peer_statistics():
+                stats |= {"sent": peers.sent, "received": peers.received}
         return stats
-
-
-def _layers_of(config: Any) -> tuple[int, int]:
-    """Return the numbers of layers of the model, and of draft layers."""
-    try:
-        layers = int(config.model_config.num_hidden_layers)
-    except AttributeError as error:
-        raise ConfigError(
-            f"the configuration of FastDeploy lacks a field: {error}",
-            hint="pass the FDConfig of the worker",
-        ) from error
-    drafts = getattr(getattr(config, "speculative_config", None), "num_extra_cache_layer", 0)
-    return layers, int(drafts or 0)

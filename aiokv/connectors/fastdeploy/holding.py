@@ -117,6 +117,12 @@ class Holding:
         return max(self.prefill_tokens - self.scheduled_tokens, 0)
 
     @property
+    def batch_end(self) -> int:
+        """End of the positions of the prompt that the batch being scheduled, or an earlier one,
+        computes."""
+        return min(self.request.num_computed_tokens, self.prefill_tokens)
+
+    @property
     def is_prefilling(self) -> bool:
         """True until the prompt is scheduled and its first token has arrived."""
         return self.scheduled_tokens < self.prefill_tokens or self.last_batch > 0

@@ -35,17 +35,55 @@ class Layers(Protocol):
         """Raise the failure of a transfer."""
 
 
+class ComputedLayers:
+    """Layers of a batch that can be sent when the model has computed them.
+
+    Args:
+        marks: numbers of layers, and the marks for when so many are computed; see
+            :meth:`aiokv.ranks.Rank.layers_done`.
+        layers_done: gets a mark, and an event behind the work.
+        new_event: returns an event that was recorded just now on the stream of the model; None
+            where all submitted work has finished.
+    """
+
+    def __init__(
+        self,
+        marks: Sequence[tuple[int, bytes]],
+        layers_done: Callable[[bytes, Any], None],
+        new_event: Callable[[], Any] | None,
+    ) -> None:
+        self._marks = marks
+        self._layers_done = layers_done
+        self._new_event = new_event
+
+    def note(self, num_layers: int) -> None:
+        """Note that the model has submitted the work of the first layers, and goes on."""
+        due = [mark for layers, mark in self._marks if layers <= num_layers]
+        if not due:
+            return
+        self._marks = [named for named in self._marks if named[0] > num_layers]
+        event = None if self._new_event is None else self._new_event()
+        for mark in due:
+            self._layers_done(mark, event)
+
+
 class LayerDoneCounter:
     """Layers of the onloads that a batch waits for; any thread of the runner.
+
+    The runner waits for a layer when it has submitted the work of those before.
 
     Args:
         num_layers: layers of the model, those of draft models included.
         parts: layers of the onloads.
+        computed: learns which layers are computed; None if no layer is sent early.
     """
 
-    def __init__(self, num_layers: int, parts: Sequence[Layers]) -> None:
+    def __init__(
+        self, num_layers: int, parts: Sequence[Layers], computed: ComputedLayers | None = None
+    ) -> None:
         self._num_layers = num_layers
         self._parts = tuple(parts)
+        self._computed = computed
         self._created = time.monotonic()
         self._wait_seconds: dict[int, float] = {}
 
@@ -72,7 +110,7 @@ class LayerDoneCounter:
             TransferError: an onload failed: do not use what the batch computes.
             UsageError: there is no such layer.
         """
-        self._check_layer(layer_idx)
+        self._begin_layer(layer_idx)
         began = time.monotonic()
         try:
             self._wait(f"layer {layer_idx}", timeout, lambda part, left: part.wait(layer_idx, left))
@@ -100,7 +138,7 @@ class LayerDoneCounter:
             LayerSwapTimeoutError: the layer was not submitted in time.
             TransferError, UsageError: as for ``wait_for_layer``.
         """
-        self._check_layer(layer_idx)
+        self._begin_layer(layer_idx)
         self._wait(
             f"layer {layer_idx}",
             timeout,
@@ -128,8 +166,10 @@ class LayerDoneCounter:
         """Return the seconds since the counter was made."""
         return time.monotonic() - self._created
 
-    def _check_layer(self, layer_idx: int) -> None:
+    def _begin_layer(self, layer_idx: int) -> None:
         checks.integer("layer_idx", layer_idx, minimum=0, maximum=self._num_layers - 1)
+        if self._computed is not None:
+            self._computed.note(layer_idx)
 
     def _wait(
         self, what: str, timeout: float | None, wait: Callable[[Layers, float | None], None]

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from aiokv.base import checks
 from aiokv.base.logs import Log
 from aiokv.connectors.fastdeploy import statistics
+from aiokv.connectors.fastdeploy.handovers import FINISHED
 from aiokv.connectors.fastdeploy.host import CONTROL_SECONDS, EngineHost
 from aiokv.connectors.fastdeploy.metadata import MatchResult, onload_metadata, step_metadata
 from aiokv.connectors.fastdeploy.metrics import CacheMetrics
-from aiokv.connectors.fastdeploy.settings import Sizes, socket_of, writes_before_reading
+from aiokv.connectors.fastdeploy.peers import layer_ends, peers_of
+from aiokv.connectors.fastdeploy.settings import (
+    Sizes,
+    layers_of,
+    socket_of,
+    writes_before_reading,
+)
 from aiokv.connectors.fastdeploy.stores import model_name, stores_of
 from aiokv.errors import AiokvError, ConfigError, ControlTimeout, TransferError
 from aiokv.ranks import RankGroup
@@ -33,6 +40,10 @@ if TYPE_CHECKING:
 ONLOAD_SECONDS: Final = 10.0  # limit for blocks of host memory to arrive
 
 SEND_SECONDS: Final = 60.0  # limit for FastDeploy to send the blocks of a prompt
+
+TICKET_SECONDS: Final = 10.0  # limit for the workers to listen for a prefill server
+
+FAILED_CODE: Final = 501  # FastDeploy's code for a prompt that has not arrived
 
 log = Log(__name__)
 
@@ -114,6 +125,9 @@ class CacheManager:
         can_share = ranks is not None and sizes.role != "decode"
         if shares_in_batch and can_share and options.get("verify", "off") == "off":
             sizes = replace(sizes, shares_in_batch=True)
+        self.has_peers = ranks is not None and ranks.facts.capabilities.peers
+        if self.has_peers:
+            sizes = replace(sizes, layer_ends=layer_ends(sum(layers_of(config))))
         if stores is None:
             named = stores_of(config)
             if named and ranks is not None and not ranks.facts.capabilities.stores:
@@ -158,8 +172,12 @@ class CacheManager:
         """
         if (hosts := int(getattr(config, "nnode", 1))) > 1:
             raise ConfigError(f"nnode is {hosts}; aiokv supports the workers of one host only")
-        has_stores = bool(stores_of(config))
-        group = RankGroup(num_workers, path=socket_of(config), has_stores=has_stores)
+        group = RankGroup(
+            num_workers,
+            path=socket_of(config),
+            has_stores=bool(stores_of(config)),
+            has_peers=peers_of(config) is not None,
+        )
         return cls(config, ranks=group, **options)
 
     def open(self) -> None:
@@ -401,8 +419,14 @@ class CacheManager:
             request.cache_swap_metadata = []  # type: ignore[attr-defined]
         # FastDeploy finishes a request of a prefill server when its blocks have been sent. Blocks
         # of a request that is preempted, as by `/pause`, may be being sent.
-        is_sent = self._host.sizes.role == "prefill" and _is_preempted(request)
-        blocks.end(request.request_id, keep_seconds=SEND_SECONDS if is_sent else 0.0)
+        # Peers do not read blocks that were given back.
+        is_preempted = _is_preempted(request)
+        is_sent = self._host.sizes.role == "prefill" and is_preempted and not self.has_peers
+        blocks.end(
+            request.request_id,
+            keep_seconds=SEND_SECONDS if is_sent else 0.0,
+            is_preempted=is_preempted,
+        )
 
     def cache_output_blocks(self, request: Request, block_size: int) -> None:
         """Do nothing: ``match_prefix`` shares the blocks of all generated tokens first."""
@@ -426,6 +450,64 @@ class CacheManager:
             return []
         return blocks.late_requests(self._prefill_timeout_seconds)
 
+    # --- prefill and decode servers with peers ----------------------------------------------------
+
+    def begin_receive(self, request: Request) -> bytes | None:
+        """Begin to receive the prompt of a request of a decode server, which has its blocks.
+
+        Waits for at most 10 s until all workers listen. A receive that fails raises nothing: see
+        ``has_received``.
+
+        Returns:
+            A ticket for ``begin_send`` of the prefill server; None without peers, or if the request
+            cannot receive.
+        """
+        if not self.has_peers:
+            return None
+        received = self._host.blocks.receive(request, self._prefill_timeout_seconds)
+        return None if received is None else received.ticket(TICKET_SECONDS)
+
+    def begin_send(self, request_id: str, ticket: bytes | None) -> None:
+        """Begin to send the prompt of a request of a prefill server, which has its blocks.
+
+        Cached blocks move at once, the others while the workers compute them, layer by layer.
+
+        Args:
+            request_id: the request.
+            ticket: of ``begin_receive`` of the decode server.
+        """
+        if self.has_peers:
+            self._host.blocks.send(request_id, ticket)
+
+    def finished_sends(self, request_id: str) -> list[tuple[str, str]]:
+        """Return the outcome of a send, as ``EngineWorkerQueue.get_finished_req`` does.
+
+        Returns:
+            The request, and "finished" or the reason of a failure; empty while blocks move, and
+            without peers.
+        """
+        if not self.has_peers:
+            return []
+        outcome = self._host.blocks.send_outcome(request_id)
+        return [(request_id, outcome)] if outcome else []
+
+    def has_received(self, output: Any) -> bool:
+        """Return True when the blocks of a prefilled request have arrived, and were verified.
+
+        Call it before ``add_prefilled_request``, which may follow only when it returns True.
+
+        Args:
+            output: FastDeploy's ``RequestOutput`` of the prefill server. If the blocks cannot
+                arrive any more, its ``error_code`` becomes 501: FastDeploy then drops the request.
+        """
+        if not self.has_peers or output.error_code != 200:
+            return True
+        outcome = self._host.blocks.receive_outcome(output.request_id)
+        if outcome not in ("", FINISHED):
+            output.error_code = FAILED_CODE
+            output.error_msg = f"the prompt has not arrived from the prefill server: {outcome}"
+        return bool(outcome)
+
     # --- the end of schedule() --------------------------------------------------------------------
 
     @property
@@ -447,14 +529,14 @@ class CacheManager:
         if blocks is None or self._host.has_left:
             return None
         self.metrics.publish()
-        step = blocks.end_schedule()
-        if not self._host.has_ranks or step == self._sent_step:
+        step, marks = blocks.end_schedule(), blocks.layer_marks
+        if not self._host.has_ranks or (step == self._sent_step and not marks):
             return None
         has_scheduled, self._has_scheduled = self._has_scheduled, False
-        if not (has_scheduled or blocks.has_copies):
+        if not (has_scheduled or marks or blocks.has_copies):
             return None
         self._sent_step = step
-        return step_metadata(step)
+        return step_metadata(step, marks)
 
     def check_and_add_pending_backup(self) -> None:
         """Do nothing: aiokv queues backups when blocks are committed, by the write policy."""

@@ -2,7 +2,8 @@
 
 They have the names and fields of FastDeploy's own classes, so that either kind works on either
 side. In ``hash_values``, which FastDeploy merges and never reads, a scheduler tells the workers
-what to wait for: ``"onload:17"`` is transfer 17, ``"step:4"`` is step 4.
+what to wait for: ``"onload:17"`` is transfer 17, ``"step:4"`` is step 4, and ``"layers:9:ab01"``
+the mark 0xab01, for the time when 9 layers are computed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _ONLOAD: Final = "onload:"
 _STEP: Final = "step:"
+_LAYERS: Final = "layers:"
 
 
 class CacheLevel(Enum):
@@ -77,10 +79,20 @@ def onload_metadata(transfer_ids: Iterable[int], block_ids: list[int]) -> CacheS
     )
 
 
-def step_metadata(step: int) -> CacheSwapMetadata:
-    """Return metadata of the step that the workers close before they compute a batch."""
+def step_metadata(step: int, layer_marks: Iterable[tuple[int, bytes]] = ()) -> CacheSwapMetadata:
+    """Return metadata of the step that the workers close before they compute a batch.
+
+    Args:
+        step: number of the step.
+        layer_marks: numbers of layers, and the marks for when the batch has computed them.
+    """
     return CacheSwapMetadata(
-        src_type=CacheLevel.DEVICE, dst_type=CacheLevel.HOST, hash_values=[f"{_STEP}{step}"]
+        src_type=CacheLevel.DEVICE,
+        dst_type=CacheLevel.HOST,
+        hash_values=[
+            f"{_STEP}{step}",
+            *(f"{_LAYERS}{layers}:{mark.hex()}" for layers, mark in layer_marks),
+        ],
     )
 
 
@@ -94,10 +106,20 @@ def step_of(metadata: Any) -> int:
     return max(_numbers(metadata, _STEP), default=0)
 
 
+def layer_marks_of(metadata: Any) -> list[tuple[int, bytes]]:
+    """Return numbers of layers, and the marks for when the batch has computed them."""
+    named = (name.split(":") for name in _names(metadata, _LAYERS))
+    return [(int(layers), bytes.fromhex(mark)) for layers, mark in named]
+
+
 def _numbers(metadata: Any, prefix: str) -> Iterator[int]:
+    return map(int, _names(metadata, prefix))
+
+
+def _names(metadata: Any, prefix: str) -> Iterator[str]:
     for name in metadata.hash_values if metadata is not None else ():
         if isinstance(name, str) and name.startswith(prefix):
-            yield int(name.removeprefix(prefix))
+            yield name.removeprefix(prefix)
 
 
 @dataclass

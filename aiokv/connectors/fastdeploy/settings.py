@@ -47,6 +47,8 @@ class Sizes:
             image, whose other positions the model computes.
         shares_in_batch: True to share blocks with the later requests of the batch that computes
             them.
+        layer_ends: numbers of layers after which a prefill server sends those before, while the
+            workers compute the others; empty without peers.
     """
 
     block_tokens: int
@@ -64,6 +66,7 @@ class Sizes:
     splits_items: bool = False
     shares_in_batch: bool = False
     role: str = "mixed"
+    layer_ends: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -180,8 +183,33 @@ def writes_before_reading() -> bool:
         platforms is not None
         and bool(platforms.current_platform.is_cuda())
         and os.environ.get("FD_ATTENTION_BACKEND", "APPEND_ATTN") == "APPEND_ATTN"
-        and os.environ.get("USE_TBO", "0") != "1"
+        and computes_in_order()
     )
+
+
+def computes_in_order() -> bool:
+    """Return True if a batch computes each layer for all its requests before the next layer.
+
+    With ``USE_TBO=1``, a batch has two parts, whose layers are computed in turn.
+    """
+    return os.environ.get("USE_TBO", "0") != "1"
+
+
+def layers_of(config: Any) -> tuple[int, int]:
+    """Return the numbers of layers of the model, and of draft layers.
+
+    Raises:
+        ConfigError: the configuration does not name them.
+    """
+    try:
+        layers = int(config.model_config.num_hidden_layers)
+    except AttributeError as error:
+        raise ConfigError(
+            f"the configuration of FastDeploy lacks a field: {error}",
+            hint="pass the FDConfig of the worker",
+        ) from error
+    drafts = getattr(getattr(config, "speculative_config", None), "num_extra_cache_layer", 0)
+    return layers, int(drafts or 0)
 
 
 def _write_policy(cache: object) -> str:

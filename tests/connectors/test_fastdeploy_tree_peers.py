@@ -1,0 +1,168 @@
+"""A prefill server and a decode server of FastDeploy, between which aiokv moves the KV.
+
+Runs where ``FASTDEPLOY_TREE`` names a tree of FastDeploy's source, and Paddle is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from functools import partial
+from itertools import count
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aiokv.connectors.fastdeploy import peers
+from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.connectors.fastdeploy_server import LAYERS, Worker, next_token
+
+if TYPE_CHECKING:
+    from aiokv.sync import SyncEngine
+
+TREE = os.environ.get("FASTDEPLOY_TREE")
+if TREE is None:
+    pytest.skip("FASTDEPLOY_TREE names no tree of FastDeploy", allow_module_level=True)
+pytest.importorskip("paddle")
+
+from tests.connectors.fastdeploy_tree import Drive, PeerRoles, fd_config, import_tree  # noqa: E402
+
+PORTS = count(30_000 + os.getpid() % 10_000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tree(tmp_path_factory):
+    resource_tracker.ensure_running()  # of FastDeploy's shared memory, for the whole process
+    import_tree(Path(TREE), tmp_path_factory.mktemp("tree"))
+
+
+@pytest.fixture
+def servers(monkeypatch, tmp_path):
+    """Makes a prefill server and a decode server."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv(peers.SECRET, "a secret of the test")
+    drives = []
+
+    def start(chance: random.Random, *, host_blocks: int = 0, ranks: int = 1) -> PeerRoles:
+        for role in ("prefill", "decode"):
+            config = fd_config(
+                60, host_blocks, seats=12, policy="write_through", drafts=0, images=False,
+                port=next(PORTS), role=role, ranks=ranks,
+            )  # fmt: skip
+            config.host_ip = "127.0.0.1"
+            drives.append(Drive(config, 12, ranks, chance))
+        return PeerRoles(*drives, chance)
+
+    yield start
+    while drives:
+        drives.pop().close()
+
+
+def check_outputs(roles: PeerRoles) -> int:
+    """Compare the outputs with those of the model, and all counts of both engines.
+
+    Returns:
+        The number of requests with all outputs. FastDeploy answers requests that its decode server
+        preempts with an error.
+    """
+    complete = 0
+    for name, prompt in roles.prompts.items():
+        tokens, outputs = list(prompt), roles.decode.requests[name].output_token_ids
+        for _ in outputs:
+            tokens.append(next_token(tokens))
+        assert outputs == tokens[len(prompt) :], name
+        complete += len(outputs) == roles.decode.limits[name]
+    for drive in (roles.prefill, roles.decode):
+        engine = engine_of(drive)
+        assert engine.call(engine.cache.check_invariants) == []
+    return complete
+
+
+def wait_until(ready) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not ready():
+        assert time.monotonic() < until
+
+
+def engine_of(drive: Drive) -> SyncEngine:
+    return drive.manager.cache_manager.engine
+
+
+def begun_sends(drive: Drive) -> int:
+    engine = engine_of(drive)
+    return engine.call(engine.cache.statistics).peers.sends
+
+
+def received_bytes(drive: Drive) -> int:
+    return min(worker.controller.get_stats()["received"].received_bytes for worker in drive.workers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_first_layers_arrive_before_the_last_one_is_computed(servers, ranks):
+    roles = servers(random.Random(1), ranks=ranks)
+    roles.add("a", list(range(70)), 9)  # three batches
+    roles.preallocate()
+    wait_until(lambda: begun_sends(roles.prefill) == 1)
+    early = []
+
+    def execute(worker, batch, counter):
+        """Stop before the last layer until layers before it have arrived on the other server."""
+        before = received_bytes(roles.decode)
+
+        def wait_for_layer(layer, timeout):
+            counter.wait_for_layer(layer, timeout=timeout)
+            if layer == LAYERS - 1 and worker is roles.prefill.workers[-1]:
+                wait_until(lambda: received_bytes(roles.decode) > before)
+                early.append(received_bytes(roles.decode) - before)
+            return True
+
+        patient = counter and SimpleNamespace(wait_for_layer=wait_for_layer)
+        return Worker.execute(worker, batch, patient)
+
+    for worker in roles.prefill.workers:
+        worker.execute = partial(execute, worker)
+    roles.run()
+    assert len(early) == 3
+    assert roles.sent == {"a": "finished"}
+    assert check_outputs(roles) == 1
+
+
+@pytest.mark.parametrize("host_blocks", [0, 80])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_random_prompts_read_no_wrong_kv(servers, host_blocks, ranks):
+    chance = random.Random(f"{os.environ.get('FASTDEPLOY_SEED', '1')} {host_blocks} {ranks}")
+    roles = servers(chance, host_blocks=host_blocks, ranks=ranks)
+    for number in range(40):
+        shared = list(range(chance.choice((4, 12, 40))))
+        own = [chance.randrange(900) for _ in range(chance.randrange(1, 40))]
+        roles.add(f"r{number}", shared + own, chance.randrange(1, 40))
+    aborted = {f"r{chance.randrange(40)}" for _ in range(5)}
+    for name in aborted:
+        roles.decode.abort(name)
+    roles.run()
+    assert not roles.failed
+    assert roles.prefill.cached_tokens
+    assert check_outputs(roles) > 20
+    print(f"{roles.decode.read_positions} positions read, {roles.decode.preemptions} preemptions")
+
+
+def test_aborted_prefill_ends_the_receive_and_shares_nothing(servers):
+    roles = servers(random.Random(1))
+    roles.add("a", list(range(70)), 9)
+    roles.preallocate()
+    roles.step_prefill()
+    wait_until(lambda: begun_sends(roles.prefill) == 1)
+    roles.prefill.manager.pre_recycle_resource("a")
+    blocks = roles.decode.manager.cache_manager.blocks
+    wait_until(lambda: blocks.receive_outcome("a"))
+    output = roles.output("a", 1)
+    assert roles.decode.manager.cache_manager.has_received(output)
+    assert output.error_code == 501
+    assert "has not arrived from the prefill server" in output.error_msg
+    assert roles.prefill.manager.cache_manager.finished_sends("a") == [
+        ("a", "the request has given its blocks back")
+    ]
