@@ -53,3 +53,9 @@ class MissedRange(msgspec.Struct, frozen=True, kw_only=True):
     diverged_at: int | None = None
     token: int | None = None
     known_token: int | None = None
+
+    def known_fields(self) -> dict[str, object]:
+        """Return the fields that belong to the cause."""
+        return {
+            name: value for name, value in msgspec.to_builtins(self).items() if value is not None
+        }

@@ -11,6 +11,7 @@ from aiokv.base import checks
 from aiokv.base.logs import DEBUG, Log
 from aiokv.base.plan import Priority
 from aiokv.base.types import lease_name
+from aiokv.engine.misses import missed_ranges
 from aiokv.engine.observers import outcome_of
 from aiokv.errors import AllocateTimeout, RequestTooLarge
 from aiokv.scheduler.effects import NO_EFFECTS
@@ -31,6 +32,7 @@ class Granting:
 
     def __init__(self, parts: Parts, fetches: Fetches) -> None:
         self._read = parts.scheduler.read
+        self._explains = parts.config.miss_history_blocks > 0
         self._overtake_seconds = math.inf
         if parts.config.admission == "cached_first":
             self._overtake_seconds = parts.config.max_overtake_seconds
@@ -63,8 +65,7 @@ class Granting:
             raise
         if result[0] is READY and result[1] is NO_EFFECTS and not self._waiters:
             # No effect has to be applied, and no waiter checked.
-            if self._observers.active:
-                self._observers.granted(record)
+            self._note_grant(record)
             return True
         return self._take_grant(record, result)
 
@@ -139,8 +140,21 @@ class Granting:
     def _show_grant(self, record: LeaseRecord, grant: Grant) -> None:
         if grant.onloads:
             record.layers = self._transfers.view(record.live_id(), grant.onloads, record.owner)
+        self._note_grant(record)
+
+    def _note_grant(self, record: LeaseRecord) -> None:
+        """Report a grant to the observers, and the causes of its misses to the log."""
         if self._observers.active:
             self._observers.granted(record)
+        if self._explains and log.is_on(DEBUG):
+            lease_id, read = record.number, self._read
+            if missed := missed_ranges(read.missed(lease_id), read.block_tokens):
+                log.debug(
+                    "lease.missed",
+                    lease_id=lease_id,
+                    owner=lease_name(record.owner, lease_id),
+                    missed=[each.known_fields() for each in missed],
+                )
 
     def allocatable_blocks(self, salt: str, reserve_blocks: int | None, limit: int | None) -> int:
         """See ``CacheEngine.allocatable_blocks``."""

@@ -118,6 +118,21 @@ async def test_a_request_that_waits_is_preempted_and_moves_bytes(events):
         assert ended["num_bytes"] == ended["blocks"] * served.memory.regions.block_bytes
 
 
+async def test_misses_name_their_causes(events):
+    async with Served(host_blocks=0, miss_history_blocks=16) as served:
+        (await computed(served, A, owner="r1")).release()
+        await served.engine.evict(1)
+        (await computed(served, A, owner="r2")).release()
+    first, second = events.named("lease.missed")
+    assert (first["level"], first["owner"]) == ("DEBUG", "r1")
+    assert [range_["cause"] for range_ in first["missed"]] == ["never_seen"]
+    assert second["owner"] == "r2"
+    (missed,) = second["missed"]
+    assert missed["cause"] == "evicted"
+    assert missed["eviction_cause"] == "request"
+    assert None not in missed.values()
+
+
 async def test_swap_evict_reset_pause_and_resize(events):
     async with Served() as served:
         lease = await computed(served, A, owner="r1")
