@@ -350,6 +350,12 @@ def test_hits_where_host_memory_is_short(clients):
     assert cells_of(section[: section.index("vLLM's own connector")], f"{clients} ")[1:] == shares
 
 
+def test_the_readme_has_the_ratios_of_hits_where_host_memory_is_short():
+    shares = results("vllm_hits")["benches"]["vllm_hits"].values()
+    ratios = sorted(hits["both"] / hits["offloading"] for hits in shares)
+    assert f"{ratios[0]:.2f} to {ratios[-1]:.2f} times as many prompt tokens" in README
+
+
 def test_cpu_time_in_vllms_scheduler():
     names = ("vllm_scheduler", "vllm_scheduler-h100")
     measured = [results(name)["benches"]["vllm_scheduler"] for name in names]
