@@ -909,12 +909,15 @@ class Medium(enum.Enum):
 
     HOST = 1
 
+    STORE = 2
+    """Reported by streams with_stores only."""
+
 class EventStream:
     """
     Contents of the tiers, then each change; after an overflow, the contents again.
     """
 
-    def __init__(self, core: Core, max_blocks: int) -> None: ...
+    def __init__(self, core: Core, max_blocks: int, with_stores: bool = False) -> None: ...
 
     @property
     def is_due(self) -> bool:

@@ -1129,6 +1129,7 @@ class CacheEngine(Unique):
         hashes: HashKind = "int64",
         max_queued_blocks: int = 65_536,
         data_parallel_rank: int | None = None,
+        stores: bool = False,
     ) -> KVEvents:
         """Subscribe to the changes of the blocks in the tiers, in the schema of vLLM.
 
@@ -1139,9 +1140,8 @@ class CacheEngine(Unique):
                     router.update(batch)
 
         The first batches have the blocks that the tiers hold, then each change follows, at most one
-        batch per pass of the event loop. A batch is a :class:`aiokv.events.KVEventBatch`. Blocks
-        of the stores are not reported: a store may drop a block at any time. Models with
-        recurrent state or sliding windows may hit less than the reported blocks.
+        batch per pass of the event loop. A batch is a :class:`aiokv.events.KVEventBatch`. Models
+        with recurrent state or sliding windows may hit less than the reported blocks.
 
         A subscriber that falls behind by more than ``max_queued_blocks`` gets ``AllBlocksCleared``
         and all blocks again. Without a subscriber, the engine records no event.
@@ -1152,12 +1152,16 @@ class CacheEngine(Unique):
             max_queued_blocks: changes of blocks that may wait for the subscriber, at least 1,024;
                 each takes about ``100 + 4 * block_tokens`` bytes.
             data_parallel_rank: field of the batches, for receivers of several engines.
+            stores: also report ``BlockStored`` with the medium ``"STORAGE"`` for blocks of the
+                tiers, when a save to a store, or a fetch from one, has ended. A store may drop a
+                block at any time, and what it drops is not reported, so this is a hint. A purge is
+                reported as ``AllBlocksCleared``, and the blocks that the tiers hold follow.
 
         Raises:
             UsageError: an argument is out of range. ``async with`` raises it outside the engine's
                 loop, and ``ClosedError`` when the engine is closed.
         """
-        return self._events.subscribe(hashes, max_queued_blocks, data_parallel_rank)
+        return self._events.subscribe(hashes, max_queued_blocks, data_parallel_rank, stores=stores)
 
     def record_trace(
         self,

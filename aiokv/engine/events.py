@@ -17,6 +17,7 @@ from aiokv.events.schema import (
     CPU,
     GPU,
     HASH_KINDS,
+    STORAGE,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -35,7 +36,7 @@ log = Log(__name__)
 BATCH_BLOCKS: Final = 1024
 MIN_QUEUED_BLOCKS: Final = 1024
 _DIGEST_BYTES: Final = 32
-_MEDIA: Final = {"device": GPU, "host": CPU}
+_MEDIA: Final = {"device": GPU, "host": CPU, "store": STORAGE}
 
 
 class KVEvents:
@@ -53,6 +54,7 @@ class KVEvents:
         hashes: HashKind,
         max_queued_blocks: int,
         data_parallel_rank: int | None,
+        stores: bool,
     ) -> None:
         self._lifetime = parts.lifetime
         self._read = parts.scheduler.read
@@ -60,6 +62,7 @@ class KVEvents:
         self._block_size = parts.config.block_tokens
         self._as_int64 = hashes == "int64"
         self._max_queued_blocks = max_queued_blocks
+        self._with_stores = stores
         self._rank = data_parallel_rank
         self._stream: BlockEvents | None = None
         self._ended = False  # the last batch was taken, or `async with` has ended
@@ -74,7 +77,9 @@ class KVEvents:
                 "this subscription was entered before; it can be entered once",
                 hint="call kv_events again",
             )
-        self._stream = self._read.block_events(self._max_queued_blocks)
+        self._stream = self._read.block_events(
+            self._max_queued_blocks, with_stores=self._with_stores
+        )
         return self
 
     async def __aexit__(
@@ -179,7 +184,7 @@ class KVEvents:
     def _event(self, run: BlockRun) -> KVEvent:
         if run.change == "cleared":
             return AllBlocksCleared()
-        medium = _MEDIA[run.tier]
+        medium = _MEDIA[run.place]
         if run.change == "removed":
             return BlockRemoved(block_hashes=self._hashes(run.digests), medium=medium)
         salt, adapter = split_context(run.context)
@@ -211,7 +216,12 @@ class Events:
         self._parts = parts
 
     def subscribe(
-        self, hashes: HashKind, max_queued_blocks: int, data_parallel_rank: int | None
+        self,
+        hashes: HashKind,
+        max_queued_blocks: int,
+        data_parallel_rank: int | None,
+        *,
+        stores: bool,
     ) -> KVEvents:
         """Return a subscription; see ``CacheEngine.kv_events``."""
         checks.choice("hashes", hashes, HASH_KINDS)
@@ -227,6 +237,7 @@ class Events:
                 maximum=checks.MAX_INT32,
             ),
             data_parallel_rank=data_parallel_rank,
+            stores=checks.flag("stores", stores),
         )
 
 

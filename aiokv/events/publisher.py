@@ -80,6 +80,8 @@ class ZmqPublisher:
         snapshot_on_subscribe: report all blocks again when a subscriber joins, so that a router
             that was restarted knows them. Subscribers that know the blocks get them again.
         high_water_mark: messages that ZeroMQ queues per subscriber before it drops some.
+        stores: see ``CacheEngine.kv_events``; for receivers that know the medium ``"STORAGE"``,
+            such as those of vLLM 0.27 and later.
 
     Raises:
         ConfigError: pyzmq is not installed.
@@ -99,6 +101,7 @@ class ZmqPublisher:
         data_parallel_rank: int = 0,
         snapshot_on_subscribe: bool = True,
         high_water_mark: int = 100_000,
+        stores: bool = False,
     ) -> None:
         self._zmq = _import_zmq()
         if not callable(getattr(engine, "kv_events", None)):
@@ -116,7 +119,9 @@ class ZmqPublisher:
         )
         self._repeats = checks.flag("snapshot_on_subscribe", snapshot_on_subscribe)
         self._rank = data_parallel_rank
-        self._events = engine.kv_events(hashes=hashes, data_parallel_rank=data_parallel_rank)
+        self._events = engine.kv_events(
+            hashes=hashes, data_parallel_rank=data_parallel_rank, stores=stores
+        )
         self._encode = BatchEncoder(layout).encode
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
         self._context: Any = None

@@ -18,6 +18,7 @@ HASH_KINDS: Final[tuple[HashKind, ...]] = ("int64", "bytes")
 LAYOUTS: Final[tuple[Layout, ...]] = ("map", "array")
 GPU: Final = "GPU"  # the medium of the device tier, also where the device is a CPU
 CPU: Final = "CPU"  # the medium of the host tier
+STORAGE: Final = "STORAGE"  # the medium of all stores
 
 
 class BlockStored(
@@ -34,7 +35,8 @@ class BlockStored(
         token_ids: ``block_size`` tokens per block.
         block_size: tokens per block (``CacheConfig.block_tokens``).
         lora_id: always None: vLLM has replaced it with ``lora_name``.
-        medium: ``"GPU"`` for the device tier, ``"CPU"`` for the host tier.
+        medium: ``"GPU"`` for the device tier, ``"CPU"`` for the host tier, ``"STORAGE"`` for the
+            stores.
         lora_name: the ``adapter`` of the prompt; None without one.
         extra_keys: per block, a tuple of the parts of its key other than tokens, or None: the
             adapter, the (content hash in hex, offset in the block) of each multimodal item, and for
@@ -54,7 +56,7 @@ class BlockStored(
 class BlockRemoved(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag=True
 ):
-    """Blocks are no longer usable on a medium; they may be on the other medium.
+    """Blocks are no longer usable on a medium; they may be on another one.
 
     Attributes:
         block_hashes: as in ``BlockStored``.
@@ -66,7 +68,7 @@ class BlockRemoved(
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """No block is usable on any medium."""
+    """No earlier event counts; the blocks that are usable follow."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

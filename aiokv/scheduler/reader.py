@@ -693,13 +693,12 @@ class CacheReader:
         """
         return self._core.blocks()
 
-    def block_events(self, max_queued_blocks: int) -> BlockEvents:
+    def block_events(self, max_queued_blocks: int, *, with_stores: bool = False) -> BlockEvents:
         """Return a stream of the blocks that the tiers hold, and of their changes.
 
-        Args:
-            max_queued_blocks: limit of the changes that wait to be taken.
+        Args: as of ``BlockEvents``.
         """
-        return BlockEvents(self._core, max_queued_blocks)
+        return BlockEvents(self._core, max_queued_blocks, with_stores=with_stores)
 
 
 _STATES = {

@@ -59,7 +59,7 @@ class Cache {
 class View {
   public:
     explicit View(Cache& cache, std::size_t max_blocks = 100)
-        : cache_(cache), id(cache.core.events().open(max_blocks)) {}
+        : cache_(cache), id(cache.core.events().open(max_blocks, false)) {}
 
     std::vector<BlockRun> take(std::size_t max_blocks = 1) {
         std::vector<BlockRun> runs = cache_.core.events().drain(id, max_blocks);
@@ -200,7 +200,7 @@ TEST(a_sweep_again_reports_all_blocks_to_streams_that_know_them) {
 
 TEST(a_closed_stream_is_refused) {
     Cache cache(8, 0);
-    const EventStreamId id = cache.core.events().open(10);
+    const EventStreamId id = cache.core.events().open(10, false);
     cache.core.events().close(id);
     CHECK_THROWS(UsageError, cache.core.events().drain(id, 1));
     CHECK_THROWS(UsageError, cache.core.events().is_due(id));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +14,14 @@ from aiokv import CacheConfig, CacheEngine, Item
 from aiokv.errors import ClosedError, UsageError
 from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from aiokv.events.schema import BatchEncoder
-from aiokv.testing import TransitionLog, record, replay_transitions, spin
+from aiokv.testing import (
+    ScriptedStore,
+    TransitionLog,
+    record,
+    replay_transitions,
+    run_until_idle,
+    spin,
+)
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 from tests.harness.closing import complete_during
@@ -414,3 +422,79 @@ async def test_subscription_changes_no_decision(tmp_path: Path):
                     take_all(events)
             await engine.drain()
     assert replay_transitions(TransitionLog.load(tmp_path / "log")) > 40
+
+
+def media_of(events: list[Any]) -> list[tuple[str, str | None, int]]:
+    """Return name, medium and number of blocks of each event."""
+    return [
+        (name, getattr(event, "medium", None), len(getattr(event, "block_hashes", ())))
+        for name, event in zip(names(events), events, strict=True)
+    ]
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+async def test_blocks_of_stores_are_reported_after_the_end_of_a_save_or_of_a_fetch():
+    tokens, store, view = prompt(1, 4), ScriptedStore(), View()
+    held = store.hold("save")
+    engine = CacheEngine(config(model="tests"), stores=[store])
+    async with engine, engine.kv_events(stores=True) as events:
+        await compute(engine, tokens)
+        await run_until_idle(lambda: store.calls["save"] == 1)
+        found = media_of(take_all(events, view))
+        assert sorted(found) == [("BlockStored", "CPU", 4), ("BlockStored", "GPU", 4)]
+        held.open()
+        await engine.drain()
+        assert media_of(take_all(events, view)) == [("BlockStored", "STORAGE", 4)]
+        assert len(store.objects) == 4
+        await engine.evict(4, tier="device")
+        await engine.evict(4, tier="host")
+        found = media_of(take_all(events, view))
+        assert sorted(found) == [("BlockRemoved", "CPU", 4), ("BlockRemoved", "GPU", 4)]
+        assert len(view.media["STORAGE"]) == 4
+        async with engine.match(tokens) as lease:
+            await lease.allocate(len(tokens), wait_store=math.inf)
+            assert lease.cached_tokens == 16
+            found = media_of(take_all(events, view))
+        assert {event for event in found if event[1] != "GPU"} == {
+            ("BlockStored", "CPU", 4), ("BlockStored", "STORAGE", 4)
+        }  # fmt: skip
+        async with engine.kv_events(stores=True) as later, engine.kv_events() as without:
+            assert {event.medium for event in take_all(later)} == {"GPU", "CPU", "STORAGE"}
+            assert {event.medium for event in take_all(without)} == {"GPU", "CPU"}
+
+
+@pytest.mark.asyncio
+async def test_refused_and_failed_saves_are_not_reported():
+    store = ScriptedStore(capacity_blocks=2)
+    engine = CacheEngine(config(model="tests"), stores=[store])
+    async with engine, engine.kv_events(stores=True) as events:
+        await compute(engine, prompt(1, 4))
+        await engine.drain()
+        saved = [event for event in take_all(events) if event.medium == "STORAGE"]
+        assert sum(len(event.block_hashes) for event in saved) == 2
+        store.fail("save")
+        await compute(engine, prompt(2, 4))
+        await engine.drain()
+        assert {event.medium for event in take_all(events)} == {"GPU", "CPU"}
+
+
+@pytest.mark.asyncio
+async def test_after_a_purge_no_block_of_the_salt_is_reported_as_stored():
+    store, view = ScriptedStore(), View()
+    engine = CacheEngine(config(model="tests"), stores=[store])
+    async with engine, engine.kv_events(stores=True) as events, engine.kv_events() as without:
+        for salt in ("kept", "gone"):
+            await compute(engine, prompt(1, 4), salt=salt)
+        await engine.drain()
+        take_all(events, view)
+        take_all(without)
+        assert len(view.media["STORAGE"]) == 8
+        await engine.evict(4, tier="device")  # blocks that the index does not know any more
+        await engine.evict(4, tier="host")
+        assert await engine.purge("gone") == 4
+        take_all(events, view)
+        assert view.clears == 1
+        assert {salt for salt, _, _ in view.blocks.values()} <= {"kept"}
+        assert view.contents() == index_of(engine.inspect.parts.scheduler.read)
+        assert "AllBlocksCleared" not in names(take_all(without))

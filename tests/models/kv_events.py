@@ -6,7 +6,7 @@ layouts that it has used: events as maps (0.24 and later) and as arrays (before)
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -81,7 +81,7 @@ class View:
     """
 
     def __init__(self) -> None:
-        self.media: dict[str, set[Any]] = {"GPU": set(), "CPU": set()}
+        self.media: defaultdict[str, set[Any]] = defaultdict(set)
         self.blocks: dict[Any, Block] = {}
         self.clears = 0
 
@@ -120,10 +120,10 @@ class View:
             hashes.clear()
 
     def contents(self) -> dict[str, Counter[Block]]:
-        """Return the blocks of each medium; blocks that differ only in their items are equal."""
+        """Return the blocks of each tier; blocks that differ only in their items are equal."""
         return {
-            medium: Counter(self.blocks[block_hash] for block_hash in hashes)
-            for medium, hashes in self.media.items()
+            medium: Counter(self.blocks[block_hash] for block_hash in self.media[medium])
+            for medium in ("GPU", "CPU")
         }
 
 

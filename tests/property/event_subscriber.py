@@ -29,12 +29,14 @@ class Subscriber:
     Attributes:
         stored: blocks that were reported as stored.
         removed: blocks that were reported as removed.
+        in_stores: blocks that were reported as stored in the stores.
     """
 
     def __init__(self, core: Core, block_tokens: int, max_blocks: int) -> None:
-        self.events = BlockEvents(core, max_blocks)
+        self.events = BlockEvents(core, max_blocks, with_stores=True)
         self.block_tokens = block_tokens
         self.tiers: dict[str, set[bytes]] = {"device": set(), "host": set()}
+        self.in_stores = 0
         self.contexts: dict[bytes, str] = {}  # by digest
         self.stored = 0
         self.removed = 0
@@ -56,14 +58,18 @@ class Subscriber:
         if run.change == "cleared":
             self.tiers = {"device": set(), "host": set()}
         elif run.change == "removed":
-            self.tiers[run.tier] -= digests
+            self.tiers[run.place] -= digests
             self.removed += len(digests)
         else:
             known = self.tiers["device"] | self.tiers["host"]
             assert run.parent is None or run.parent in known, "reported before its parent"
             assert len(run.tokens) == 4 * self.block_tokens * len(digests)
             assert len(run.items) in (0, len(digests))
-            self.tiers[run.tier] |= digests
+            if run.place == "store":
+                assert digests <= known
+                self.in_stores += len(digests)
+                return
+            self.tiers[run.place] |= digests
             self.contexts |= dict.fromkeys(digests, run.context)
             self.stored += len(digests)
 

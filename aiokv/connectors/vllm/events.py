@@ -1,4 +1,4 @@
-"""KV events of host memory, for vLLM's publisher."""
+"""KV events of host memory and of the stores, for vLLM's publisher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class EventCollector:
-    """Collects the changes of the blocks in host memory until vLLM takes them.
+    """Collects the changes of the blocks in host memory until vLLM takes them. Blocks of the stores
+    are reported to versions of vLLM that have a medium for them.
 
     The events are those of the main group, which has a block wherever a prefix is cached.
 
@@ -44,7 +45,8 @@ class EventCollector:
         self._task = engine.submit(collect)
 
     async def _collect(self) -> None:
-        async with self._engine.cache.kv_events() as events:
+        stores = hasattr(vllm_events, "MEDIUM_STORAGE")
+        async with self._engine.cache.kv_events(stores=stores) as events:
             async for batch in events:
                 self._events.extend(batch.events)
 

@@ -9,7 +9,12 @@
 // call, and reports the blocks that exist. A change of a block that the sweep has not reached is
 // left to the sweep. A block is reported after the blocks before it in its prompt.
 //
-// A stream whose queue is full drops it, reports that everything is gone, and sweeps again.
+// A stream with stores also reports the blocks of the tiers that a store has, when a save or a
+// fetch of theirs has ended. They stay reported when the tiers have lost them, because the stores
+// keep them.
+//
+// A stream whose queue is full drops it, reports that everything is gone, and sweeps again. A
+// stream with stores does so after a purge, which removes blocks that the index does not know.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +41,7 @@ enum class BlockEvent : std::uint8_t {
     kCleared,  // no block is on any medium
 };
 
-enum class Medium : std::uint8_t { kDevice, kHost };
+enum class Medium : std::uint8_t { kDevice, kHost, kStore };
 
 // One event of consecutive blocks of a prompt (kStored), or of blocks in any order (kRemoved).
 struct BlockRun {
@@ -70,11 +75,13 @@ class BlockEvents {
     bool has_streams() const { return !streams_.empty(); }
     // All nodes are about to become unmatchable.
     void clear();
+    // Objects of blocks were removed from the stores.
+    void note_purge();
 
     // -- streams
     // Opens a stream that reports all existing blocks, and then each change. Its queue holds events
     // of at most `max_blocks` blocks.
-    EventStreamId open(std::size_t max_blocks);
+    EventStreamId open(std::size_t max_blocks, bool with_stores);
     void close(EventStreamId id);
     // Reports all existing blocks once more, after the current sweep. Call when a subscriber has
     // joined later than the others.
@@ -93,6 +100,7 @@ class BlockEvents {
 
     struct Stream {
         std::size_t max_blocks = 0;
+        std::uint8_t media = 0;              // a bit per medium that it reports
         std::vector<std::uint8_t> reported;  // by node: a bit per medium, and kSwept
         std::deque<BlockRun> queue;
         std::size_t queued_blocks = 0;
@@ -108,12 +116,16 @@ class BlockEvents {
         std::uint8_t at(NodeId node) const { return node < reported.size() ? reported[node] : 0; }
         void begin_sweep(NodeId end);
         void clear();
+        void restart(NodeId end) {
+            clear();
+            begin_sweep(end);
+        }
     };
 
     NodeId note_root(NodeId node);
     Stream& stream(EventStreamId id);
     const Stream& stream(EventStreamId id) const;
-    std::uint8_t visible(NodeId node) const;
+    std::uint8_t visible(const Stream& stream, NodeId node) const;
     void report_change(NodeId node);
     void report_stored(Stream& stream, NodeId node);
     template <class Takes>

@@ -181,6 +181,12 @@ class Residency {
     // leased, being copied, or used by an unfinished step.
     void resize_device(std::uint32_t blocks);
 
+    // Sets flags of the stores.
+    void set_store_flags(NodeId node, std::uint8_t flags) {
+        stored_.set(node, flags);
+        if ((flags & kStored) != 0) events_.changed(node);
+    }
+
     std::uint64_t evicted_unsaved() const { return evicted_unsaved_; }
     void add_to(CoreStatistics& statistics) const;
     // Call last: compares the block owners with those that other parts reported.

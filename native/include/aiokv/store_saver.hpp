@@ -33,7 +33,7 @@ class HostNodes {
     NodeId node_of(NodeId node) const { return node; }
     BlockId host_id(NodeId node) const { return tree_[node].host; }
     bool has(NodeId node, std::uint8_t flags) const { return stored_.has(node, flags); }
-    void set(NodeId node, std::uint8_t flags) { stored_.set(node, flags); }
+    void set(NodeId node, std::uint8_t flags) { residency_.set_store_flags(node, flags); }
     void clear(NodeId node, std::uint8_t flags) { stored_.clear(node, flags); }
     bool wants_look_ahead() const { return ahead_blocks() > 0; }
     std::vector<NodeId> next_evicted() { return residency_.next_on_host(ahead_blocks()); }

@@ -12,11 +12,13 @@ namespace {
 
 constexpr std::size_t kRunBlocks = 256;       // most blocks per event
 constexpr std::size_t kSweepNodes = 1 << 14;  // most nodes per drain()
-constexpr Medium kMedia[] = {Medium::kDevice, Medium::kHost};
+constexpr Medium kMedia[] = {Medium::kDevice, Medium::kHost, Medium::kStore};
 
 std::uint8_t bit_of(Medium medium) {
     return static_cast<std::uint8_t>(1 << static_cast<std::uint8_t>(medium));
 }
+
+const std::uint8_t kTiers = bit_of(Medium::kDevice) | bit_of(Medium::kHost);
 
 }  // namespace
 
@@ -36,9 +38,10 @@ void BlockEvents::Stream::clear() {
     queue.push_back(std::move(cleared));
 }
 
-EventStreamId BlockEvents::open(std::size_t max_blocks) {
+EventStreamId BlockEvents::open(std::size_t max_blocks, bool with_stores) {
     Stream stream;
     stream.max_blocks = std::max<std::size_t>(max_blocks, 1);
+    stream.media = static_cast<std::uint8_t>(kTiers | (with_stores ? bit_of(Medium::kStore) : 0));
     stream.begin_sweep(tree_.end_id());
     streams_.emplace(++last_id_, std::move(stream));
     return last_id_;
@@ -73,12 +76,15 @@ bool BlockEvents::is_due(EventStreamId id) const {
     return one.sweeps || !one.queue.empty();
 }
 
-// Returns the media on which the block can be matched now.
-std::uint8_t BlockEvents::visible(NodeId node) const {
+// Returns the tiers in which the block can be matched now, and whether a store has it, too: no bit
+// for a block that no tier has.
+std::uint8_t BlockEvents::visible(const Stream& stream, NodeId node) const {
     const Node& n = tree_[node];
-    if (n.has(kDetached | kRoot)) return 0;
-    return static_cast<std::uint8_t>((n.has(kDeviceValid) ? bit_of(Medium::kDevice) : 0) |
-                                     (n.has(kHostValid) ? bit_of(Medium::kHost) : 0));
+    if (n.has(kDetached | kRoot) || !n.has(kDeviceValid | kHostValid)) return 0;
+    const int media = (n.has(kDeviceValid) ? bit_of(Medium::kDevice) : 0) |
+                      (n.has(kHostValid) ? bit_of(Medium::kHost) : 0) |
+                      (stored_.has(node, kStored) ? bit_of(Medium::kStore) : 0);
+    return static_cast<std::uint8_t>(media & stream.media);
 }
 
 void BlockEvents::clear() {
@@ -88,15 +94,21 @@ void BlockEvents::clear() {
     }
 }
 
-void BlockEvents::report_change(NodeId node) {
-    const std::uint8_t now = visible(node);
+void BlockEvents::note_purge() {
     for (auto& [id, stream] : streams_) {
+        if ((stream.media & bit_of(Medium::kStore)) != 0) stream.restart(tree_.end_id());
+    }
+}
+
+void BlockEvents::report_change(NodeId node) {
+    for (auto& [id, stream] : streams_) {
+        const std::uint8_t now = visible(stream, node);
         std::uint8_t& bits = stream.of(node);
         const auto before = static_cast<std::uint8_t>(bits & ~kSwept);
         const auto lost = static_cast<std::uint8_t>(before & ~now);
         const auto gained = static_cast<std::uint8_t>(now & ~before);
         bits = now == 0 ? std::uint8_t{0} : static_cast<std::uint8_t>(bits & ~lost);
-        add_removed(stream, node, lost);
+        add_removed(stream, node, lost & kTiers);
         if (gained != 0 && (!stream.sweeps || (bits & kSwept) != 0)) {
             bits = static_cast<std::uint8_t>(bits | gained);
             add_stored(stream, node, gained);
@@ -124,7 +136,7 @@ void BlockEvents::report_stored(Stream& stream, NodeId node) {
         unswept_.push_back(up);
     }
     for (std::size_t i = unswept_.size(); i-- > 0;) {
-        const std::uint8_t media = visible(unswept_[i]);
+        const std::uint8_t media = visible(stream, unswept_[i]);
         stream.of(unswept_[i]) = static_cast<std::uint8_t>(media | kSwept);
         add_stored(stream, unswept_[i], media);
     }
@@ -193,8 +205,7 @@ void BlockEvents::restart_if_full(Stream& stream) {
     if (stream.queued_blocks <= stream.max_blocks) return;
     stream.counts.dropped_blocks += stream.queued_blocks;
     ++stream.counts.restarts;
-    stream.clear();
-    stream.begin_sweep(tree_.end_id());
+    stream.restart(tree_.end_id());
 }
 
 void BlockEvents::sweep(Stream& stream, std::size_t max_blocks) {
@@ -203,7 +214,7 @@ void BlockEvents::sweep(Stream& stream, std::size_t max_blocks) {
     while (stream.next < end && stream.queued_blocks < max_blocks) {
         const NodeId node = stream.next++;
         if (!tree_.is_live(node) || (stream.of(node) & kSwept) != 0) continue;
-        if (visible(node) != 0) report_stored(stream, node);
+        if (visible(stream, node) != 0) report_stored(stream, node);
     }
     stream.sweeps = stream.next < tree_.end_id();
     if (stream.sweeps || !stream.sweeps_again) return;
@@ -234,7 +245,7 @@ void BlockEvents::check(Report& report) const {
         report.require(blocks == stream.queued_blocks, "events: stream ", id, " counts ",
                        stream.queued_blocks, " queued blocks of ", blocks);
         for (NodeId node = 0; node < tree_.end_id(); ++node) {
-            const int now = tree_.is_live(node) ? visible(node) : 0;
+            const int now = tree_.is_live(node) ? visible(stream, node) : 0;
             const int reported = stream.at(node) & ~kSwept;
             const bool is_left = stream.sweeps && (stream.at(node) & kSwept) == 0;
             report.require(is_left ? (reported & ~now) == 0 : reported == now, "events: stream ",

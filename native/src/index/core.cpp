@@ -306,6 +306,7 @@ void Core::purge(std::string_view salt) {
     tiers_.purge(contexts);
     external_.saves().purge(contexts);
     fetches_.purge(contexts);
+    events_.note_purge();
 }
 
 Usage Core::usage(LeaseId id) const {

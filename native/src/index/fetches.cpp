@@ -149,7 +149,7 @@ void Fetches::insert(const Fetch& fetch, std::uint32_t good_blocks) {
             residency_.free_host({&fetch.host_blocks[i], 1});
         }
         stored_.set_digest(node, fetch.digests[i]);
-        stored_.set(node, kStored);
+        residency_.set_store_flags(node, kStored);
         if (!found.is_new) continue;
         stored_.set(node, kFetched);
         added.push_back(node);

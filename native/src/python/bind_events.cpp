@@ -22,8 +22,8 @@ using RunTuple = nb::typed<nb::tuple, BlockEvent, Medium, std::optional<nb::byte
 // Closes its stream when it is destroyed; Python keeps the core until then.
 class EventStream {
   public:
-    EventStream(Core& core, std::size_t max_blocks)
-        : core_(core), id_(core.events().open(max_blocks)) {}
+    EventStream(Core& core, std::size_t max_blocks, bool with_stores)
+        : core_(core), id_(core.events().open(max_blocks, with_stores)) {}
     ~EventStream() { core_.events().close(id_); }
     EventStream(const EventStream&) = delete;
     EventStream& operator=(const EventStream&) = delete;
@@ -59,11 +59,15 @@ void bind_events(nb::module_& m) {
         .value("STORED", BlockEvent::kStored, "Copies have become valid.")
         .value("REMOVED", BlockEvent::kRemoved, "Copies are gone, or cannot be matched.")
         .value("CLEARED", BlockEvent::kCleared, "No block is on any medium.");
-    nb::enum_<Medium>(m, "Medium").value("DEVICE", Medium::kDevice).value("HOST", Medium::kHost);
+    nb::enum_<Medium>(m, "Medium")
+        .value("DEVICE", Medium::kDevice)
+        .value("HOST", Medium::kHost)
+        .value("STORE", Medium::kStore, "Reported by streams with_stores only.");
     nb::class_<EventStream>(
         m, "EventStream",
         "Contents of the tiers, then each change; after an overflow, the contents again.")
-        .def(nb::init<Core&, std::size_t>(), "core"_a, "max_blocks"_a, nb::keep_alive<1, 2>())
+        .def(nb::init<Core&, std::size_t, bool>(), "core"_a, "max_blocks"_a,
+             "with_stores"_a = false, nb::keep_alive<1, 2>())
         .def_prop_ro("is_due", &EventStream::is_due,
                      "True if drain() has or seeks events; False: all is reported.")
         .def("drain", &EventStream::drain, "max_blocks"_a,

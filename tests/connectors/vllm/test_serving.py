@@ -1080,9 +1080,11 @@ def test_events_of_host_memory_reach_vllm(make_server: MakeServer) -> None:
     assert tokens[:4] in [event.token_ids[:4] for event in stored]
 
 
-def test_subscribers_of_this_vllm_decode_the_events(make_server: MakeServer) -> None:
+def test_subscribers_of_this_vllm_decode_the_events(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
     """Events through vLLM's publisher, and those of an engine with its own publisher."""
-    server = make_server(kv_events=True)
+    server = make_server({"stores": [f"disk:{tmp_path / 'kv'}?bytes=64MiB"]}, kv_events=True)
     sent: list[Any] = []
     server.scheduler.kv_event_publisher = SimpleNamespace(publish=sent.append, shutdown=lambda: 0)
     serve_and_check(server, "a", prompt(1, 41), 1)
@@ -1100,15 +1102,21 @@ def test_subscribers_of_this_vllm_decode_the_events(make_server: MakeServer) -> 
         lora_name=None,
     )
     removed = schema.BlockRemoved(block_hashes=[1], medium=schema.CPU)
-    own = schema.KVEventBatch(1.0, [stored, removed, schema.AllBlocksCleared()])
+    in_store = msgspec.structs.replace(stored, medium=schema.STORAGE)
+    own = schema.KVEventBatch(1.0, [stored, removed, in_store, schema.AllBlocksCleared()])
     payloads.append(schema.BatchEncoder("array" if as_array else "map").encode(own))
     decoded = [msgspec.msgpack.decode(data, type=kv_events.KVEventBatch) for data in payloads]
     kinds = [type(event).__name__ for event in decoded.pop().events]
-    assert kinds == ["BlockStored", "BlockRemoved", "AllBlocksCleared"]
+    assert kinds == ["BlockStored", "BlockRemoved", "BlockStored", "AllBlocksCleared"]
     events = [event for batch in decoded for event in batch.events]
-    assert {event.medium for event in events} == {"GPU", "CPU"}
-    (on_host, *_) = (event for event in events if event.medium == "CPU")
-    assert on_host.token_ids == prompt(1, 41)[: len(on_host.token_ids)]
+    media = {"GPU", "CPU"}
+    if hasattr(kv_events, "MEDIUM_STORAGE"):
+        assert kv_events.MEDIUM_STORAGE == schema.STORAGE
+        media.add(schema.STORAGE)
+    assert {event.medium for event in events} == media
+    for medium in media - {"GPU"}:
+        (first, *_) = (event for event in events if event.medium == medium)
+        assert first.token_ids == prompt(1, 41)[: len(first.token_ids)]
 
 
 def test_metrics_are_registered_with_vllm() -> None:
