@@ -12,8 +12,10 @@ from functools import partial
 from itertools import count
 from multiprocessing import resource_tracker
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -157,8 +159,8 @@ def test_aborted_prefill_ends_the_receive_and_shares_nothing(servers):
     roles.step_prefill()
     wait_until(lambda: begun_sends(roles.prefill) == 1)
     roles.prefill.manager.pre_recycle_resource("a")
-    blocks = roles.decode.manager.cache_manager.blocks
-    wait_until(lambda: blocks.receive_outcome("a"))
+    handovers = roles.decode.manager.cache_manager.blocks.handovers
+    wait_until(lambda: handovers.receive_outcome("a"))
     output = roles.output("a", 1)
     assert roles.decode.manager.cache_manager.has_received(output)
     assert output.error_code == 501
@@ -166,3 +168,121 @@ def test_aborted_prefill_ends_the_receive_and_shares_nothing(servers):
     assert roles.prefill.manager.cache_manager.finished_sends("a") == [
         ("a", "the request has given its blocks back")
     ]
+
+
+class Queue:
+    """The queue of an engine, in this process. Its transport never takes anything."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple] = []
+
+    def put_disaggregated_tasks(self, item: tuple) -> None:
+        self.items.append(item)
+
+    def disaggregate_queue_empty(self) -> bool:
+        return not self.items
+
+    def get_disaggregated_tasks(self) -> list[tuple]:
+        items, self.items = self.items, []
+        return items
+
+    def get_finished_req(self) -> list:
+        return []
+
+
+class Splitwise:
+    """FastDeploy's own code of one server for the exchange with the other one."""
+
+    def __init__(self, drive: Drive, port: int) -> None:
+        from fastdeploy.splitwise.splitwise_connector import SplitwiseConnector
+
+        self.queue = Queue()
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(local_data_parallel_id=0, data_parallel_size=1),
+            scheduler_config=SimpleNamespace(splitwise_role="mixed"),  # else it opens sockets
+            cache_config=SimpleNamespace(local_pd_comm_port=port),
+        )
+        self.connector = SplitwiseConnector(config, self.queue, drive.manager)
+        self.results: list = []
+        self.engine = SimpleNamespace(
+            running=True,
+            engine_worker_queue=self.queue,
+            resource_manager=drive.manager,
+            split_connector=self.connector,
+            scheduler=SimpleNamespace(
+                has_request=lambda name: True, put_results=self.results.extend
+            ),
+            token_processor=SimpleNamespace(tokens_counter={}),
+            cfg=SimpleNamespace(splitwise_version="v2"),
+            enable_decode_cache_task=False,
+            llm_logger=MagicMock(),
+        )
+
+    def connect(self, others: dict[str, Splitwise]) -> None:
+        def send(address: str, kind: str, payload: list) -> None:
+            connector = others[address].connector
+            frames = [b"", *connector._serialize_message(kind, payload)]
+            connector._process_message(frames)
+
+        self.connector._send_message = send
+
+
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["", "aborted"])
+def test_one_request_passes_through_fastdeploys_own_code(servers, monkeypatch, is_aborted):
+    from fastdeploy import envs
+    from fastdeploy.engine.common_engine import EngineService
+    from fastdeploy.engine.request import CompletionOutput, RequestMetrics, RequestOutput
+    from fastdeploy.output.token_processor import TokenProcessor
+
+    roles = servers(random.Random(1))
+    monkeypatch.setattr(envs, "ENABLE_V1_KVCACHE_SCHEDULER", 1)  # off without a GPU
+    prefill, decode = roles.prefill, roles.decode
+    here, there = Splitwise(prefill, 1), Splitwise(decode, 2)
+    for server in (here, there):
+        server.connect({"p:1": here, "d:2": there})
+    tokens = list(range(70))
+    source = prefill.make("a", tokens, 1)
+    source.disaggregate_info = {
+        "prefill_ip": "p", "decode_ip": "d", "decode_connector_port": 2, "role": "prefill"
+    }  # fmt: skip
+    assert prefill.manager.preallocate_resource_in_p(source)
+    EngineService._decode_process_splitwise_requests(there.engine)
+    try:
+        here.connector.send_splitwise_tasks([source], source.idx)
+        assert here.connector.check_decode_allocated(source) == (True, "")
+        here.connector.send_cache_info_to_messager([source], 0)
+        prefill.manager.add_request_in_p([source])
+        target = decode.requests["a"] = decode.manager.requests["a"]
+        decode.contents["a"], decode.limits["a"] = tokens, 9
+        while not source.output_token_ids:
+            roles.step_prefill()
+        if is_aborted:
+            decode.manager.pre_recycle_resource("a")
+        ((_, token),) = roles.computed
+        result = RequestOutput(
+            "a", outputs=CompletionOutput(0, 0, [token]), metrics=RequestMetrics()
+        )
+        processor = SimpleNamespace(
+            engine_worker_queue=here.queue, prefill_result_status={}, tokens_counter={},
+            split_connector=here.connector, resource_manager=prefill.manager,
+        )  # fmt: skip
+        sending = Thread(
+            target=TokenProcessor._recycle_resources,
+            args=(processor, "a", source.idx, source, result, True),
+        )
+        sending.start()
+        while sending.is_alive():
+            prefill.schedule()
+            prefill.compute()
+        sending.join()
+        if is_aborted:
+            wait_until(lambda: there.results)
+            assert [output.error_code for output in there.results] == [501]
+        else:
+            wait_until(lambda: target in decode.manager.running)
+            decode.run()
+            roles.prompts["a"] = tokens
+            assert check_outputs(roles) == 1
+        wait_until(lambda: not prefill.manager.requests)
+    finally:
+        there.engine.running = False
