@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv.connectors.fastdeploy import BatchRequest, CacheController, CacheManager, blocks, peers
+from aiokv.connectors.fastdeploy import (
+    BatchRequest,
+    CacheController,
+    CacheManager,
+    blocks,
+    handovers,
+    peers,
+)
 from aiokv.connectors.fastdeploy.metadata import layer_marks_of
 from aiokv.errors import ConfigError
 from aiokv.ranks import RankGroup
@@ -114,7 +121,7 @@ class Server:
         return engine.call(engine.cache.statistics).peers.sends
 
     def outcome(self, name: str) -> str:
-        return self.manager.blocks.receive_outcome(name)
+        return self.manager.blocks.handovers.receive_outcome(name)
 
     def check(self) -> None:
         engine = self.manager.engine
@@ -296,7 +303,8 @@ def test_an_aborted_request_of_a_decode_server_ends_the_send(tmp_path):
 
 def test_a_prefill_server_that_dies_ends_the_receive_and_then_the_request(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=1.0)
-    monkeypatch.setattr(blocks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (blocks, handovers):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     with servers(tmp_path) as pair:
         source, target = pair.begin("a", prompt(1, 4))
         pair.prefill.compute(source, 10)
@@ -306,7 +314,7 @@ def test_a_prefill_server_that_dies_ends_the_receive_and_then_the_request(tmp_pa
         assert pair.decode.outcome("a") != "finished"
         manager = pair.decode.manager
         assert manager.expired_requests() == [], "the prefill server may still report the failure"
-        clock.now += blocks.GIVEN_UP_SECONDS - 1
+        clock.now += handovers.GIVEN_UP_SECONDS - 1
         assert manager.expired_requests() == []
         clock.now += 1
         assert manager.expired_requests() == [target]

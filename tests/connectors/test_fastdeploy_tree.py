@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv.connectors.fastdeploy import blocks
+from aiokv.connectors.fastdeploy import blocks, handovers
 from aiokv.connectors.fastdeploy.metrics import PUBLISH_CALLS
 from aiokv.testing import ScriptedDevice
 from tests.connectors.fastdeploy_server import BLOCK, next_token
@@ -239,7 +239,8 @@ def test_prefill_and_decode_servers_read_no_wrong_kv(monkeypatch, tmp_path, host
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("FD_DECODE_PREALLOC_BLOCK_TIMEOUT", "500")
     clock = SimpleNamespace(now=1.0)
-    monkeypatch.setattr(blocks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (blocks, handovers):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     chance = random.Random(f"{os.environ.get('FASTDEPLOY_SEED', '1')} {host_blocks} {lost}")
     drives = []
     for role in ("prefill", "decode"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiokv import Hit, LeaseState
 from aiokv.base import checks
 from aiokv.base.logs import Log
-from aiokv.connectors.fastdeploy.handovers import FINISHED, Handovers
+from aiokv.connectors.fastdeploy.handovers import Handovers
 from aiokv.connectors.fastdeploy.holding import Holding
 from aiokv.connectors.fastdeploy.requests import (
     UnknownRequest,
@@ -19,10 +19,11 @@ from aiokv.connectors.fastdeploy.requests import (
     prompt_length,
     tokens_of,
 )
+from aiokv.connectors.fastdeploy.room import Room
+from aiokv.connectors.fastdeploy.steps import Steps
 from aiokv.connectors.prefills import PrefillClock
 from aiokv.errors import (
     AiokvError,
-    AllocateTimeout,
     ClosedError,
     LeaseError,
     RequestTooLarge,
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv import Item, Lease
-    from aiokv.connectors.fastdeploy.handovers import LayerMark, Received
+    from aiokv import Item
+    from aiokv.connectors.fastdeploy.handovers import LayerMark
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.connectors.fastdeploy.settings import Sizes
     from aiokv.sync import Answer, Calls, EngineFuture, SyncEngine, SyncLease
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 PROMISE_SECONDS: Final = 10.0  # wait for blocks that `can_allocate` has promised
-GIVEN_UP_SECONDS: Final = 30.0  # limit for a prefill server to report that its send has failed
 
 
 class RequestBlocks:
@@ -66,6 +66,10 @@ class RequestBlocks:
         sizes: settings of the scheduler.
         step_event: returns an event behind all work that the runner has submitted, or None when all
             of it has finished; None with ranks, which close steps themselves.
+
+    Attributes:
+        engine: the cache.
+        handovers: prompts that move between servers.
     """
 
     def __init__(
@@ -77,23 +81,14 @@ class RequestBlocks:
         self.engine = engine
         self._sizes = sizes
         self._block_tokens = sizes.block_tokens
-        self._step_event = step_event
         self._lock = threading.RLock()
         self._holdings: dict[str, Holding] = {}
         self._leaving: list[Holding] = []  # ended requests with onloads in flight
         self._onloading: dict[str, Holding] = {}  # requests that wait for their onloads
         self._refused = ""  # id of the request that was just told to wait
-        self._room = 0  # number of blocks that can certainly be taken
-        # Whether prompts arrive, so that blocks before theirs cannot be evicted any more.
-        self._room_may_change = False
-        self._promised = 0  # number of blocks that a caller was told it can take
-        self._reserved: SyncLease | None = None  # of these blocks, while prompts arrive
-        self._reserved_blocks = 0
         self._has_committed = False  # True after a commit, until the next batch is scheduled
         self._schedules = 0  # number of batches since the last look at all requests
         self._prefilling: list[Holding] = []  # requests to look at after each batch
-        self._has_changed = False  # whether blocks were taken since the last step was closed
-        self._may_wait = False  # True if the step may stay open until the next batch
         self._prefill_times: list[tuple[int, float]] = []  # to tell the engine in a crossing
         self._spare = 0  # sum of the spare blocks of `_holdings` and `_parked`
         self._matched: Holding | None = None  # request of the last match, until blocks are taken
@@ -101,11 +96,11 @@ class RequestBlocks:
         self._parked: Holding | None = None  # request that was matched and found no room
         self._parked_in = 0  # number of batches at that time
         self._batched: list[Holding] = []  # requests with blocks for the batch being scheduled
-        self._holds_step = False  # True if only `end_schedule` may close the open step
-        self.last_step = 0  # number of the last closed step
         self._batch = 0  # number of batches
         self._prefills = PrefillClock()
-        self._handovers = Handovers(engine, sizes.layer_ends)
+        self.handovers = Handovers(engine, sizes.layer_ends, self._lock, self._holdings)
+        self._steps = Steps(engine, step_event)
+        self._room = Room(engine, sizes, self._steps, self._holdings, self.handovers)
         self._layer_marks: list[LayerMark] = []  # of the last batch
 
     def close(self) -> None:
@@ -124,7 +119,13 @@ class RequestBlocks:
     def note_resize(self, sizes: Sizes) -> None:
         """Take over new sizes, after the engine has changed its own."""
         with self._lock:
-            self._sizes, self._room = sizes, 0
+            self._sizes = sizes
+            self._room.note_resize(sizes)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last closed step."""
+        return self._steps.last
 
     @property
     def free_device_blocks(self) -> int:
@@ -137,7 +138,7 @@ class RequestBlocks:
     def has_copies(self) -> bool:
         """True if blocks are being copied, sent or received, or wait for it. Does not cross."""
         counts = self.engine.cache_statistics().attention
-        return counts.device.in_flight + counts.host.in_flight > 0 or self._handovers.are_moving
+        return counts.device.in_flight + counts.host.in_flight > 0 or self.handovers.are_moving
 
     # --- verbs of requests ------------------------------------------------------------------------
 
@@ -173,15 +174,15 @@ class RequestBlocks:
                 self._note_looks(looked, ahead, extended)
                 return holding
             holding.lease = self._match(calls, holding, tokens, read=True)
-            granted = calls.add(self._grant, holding.lease, holding.prefill_tokens, onload)
-            may_wait = self._may_wait or not self._has_changed
-            self._has_changed, self._may_wait = True, False
+            granted = calls.add(self._room.grant, holding.lease, holding.prefill_tokens, onload)
+            may_wait = self._steps.may_wait or not self._steps.has_changed
+            self._steps.has_changed, self._steps.may_wait = True, False
             calls.run(raise_errors=False)
             self._note_looks(looked, ahead, extended)
             if granted.error is None:
-                holding.hit, self._room = granted.value
+                holding.hit, self._room.certain = granted.value
                 saves_first = self._sizes.write_policy == "write_back"
-                self._may_wait = may_wait and not (saves_first or holding.hit.host_tokens)
+                self._steps.may_wait = may_wait and not (saves_first or holding.hit.host_tokens)
                 self._read_table(holding, holding.hit.total // self._block_tokens)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
@@ -271,7 +272,7 @@ class RequestBlocks:
             calls = self.engine.calls()
             self._record_commits(calls)
             self._record_parked(calls)
-            self._has_changed = True
+            self._steps.has_changed = True
             queued = sum(holding.queued_tokens for holding in self._holdings.values())
             prefetch = partial(
                 self.engine.cache.prefetch,
@@ -297,13 +298,10 @@ class RequestBlocks:
                 return False
             spare = 0 if self._matched is None else self._matched.spare
             missing = num_blocks - spare
-            if missing > self._room and not self._find_room(missing, self._matched):
+            if missing > self._room.known and not self._find_room(missing, self._matched):
                 self._lacks_room = True
                 return False
-            if missing > 0 and self._room_may_change and not self._reserve(missing):
-                return False
-            self._promised = num_blocks
-            return True
+            return self._room.promise(num_blocks, missing)
 
     def allocate(self, request: Request, num_blocks: int) -> list[int]:
         """Take blocks for the next positions of a request.
@@ -333,7 +331,7 @@ class RequestBlocks:
             holding.check_alignment()
             self._matched = None
             missing = num_blocks - holding.spare
-            is_promised = num_blocks <= self._promised
+            is_promised = num_blocks <= self._room.promised
             wait_seconds = PROMISE_SECONDS if is_promised else 0.0
             if missing > 0 and not self._take(holding, missing, wait_seconds):
                 if not is_promised:
@@ -350,7 +348,7 @@ class RequestBlocks:
             if self._sizes.shares_in_batch:
                 self._batched.append(holding)
             holding.next_outputs = 0
-            self._promised = max(self._promised - num_blocks, 0)
+            self._room.promised = max(self._room.promised - num_blocks, 0)
             return holding.table[first : holding.given]
 
     def allocate_unshared(self, request_id: str, num_blocks: int) -> list[int]:
@@ -388,7 +386,7 @@ class RequestBlocks:
             calls = self.engine.calls()
             if holding.lease is not None:
                 calls.truncate(holding.lease, kept * self._block_tokens)
-            self._record_step(calls)
+            self._steps.record_close(calls)
             calls.run()
             self._read_table(holding, kept)
 
@@ -416,7 +414,7 @@ class RequestBlocks:
         """
         with self._lock:
             if not is_preempted:
-                self._handovers.forget(request_id)
+                self.handovers.forget(request_id)
             if request_id == self._refused:
                 self._refused = ""  # the scheduler will match the request again
                 return
@@ -448,10 +446,10 @@ class RequestBlocks:
     def end_all(self) -> None:
         """Give all blocks of all requests back; nothing that is not shared yet stays cached."""
         with self._lock:
-            self._room = self._promised = 0  # no grant is certain any more
+            self._room.forget()  # no grant is certain any more
             calls = self.engine.calls()
             self._record_release_of_all(calls)
-            self._record_step(calls)
+            self._steps.record_close(calls)
             calls.run(raise_errors=False)
 
     def lose_all(self) -> None:
@@ -460,9 +458,10 @@ class RequestBlocks:
         Until then, ``allocate`` refuses them: their block tables name blocks of other requests.
         """
         with self._lock:
-            self._room = self._promised = self._spare = 0
+            self._room.forget()
+            self._spare = 0
             calls = self.engine.calls()
-            self._record_unreserve(calls)
+            self._room.record_unreserve(calls)
             for holding in self._all_holdings():
                 _release(calls, holding)
                 holding.has_failed = holding.has_failed or bool(holding.table)
@@ -476,7 +475,7 @@ class RequestBlocks:
         """Close the open step, so that the next ``end_schedule`` returns it or a later one."""
         with self._lock:
             calls = self.engine.calls()
-            self._record_step(calls)
+            self._steps.record_close(calls)
             calls.run()
 
     def end_schedule(self) -> int:
@@ -493,24 +492,26 @@ class RequestBlocks:
             Number of the step that the workers close before they compute the batch.
         """
         with self._lock:
-            self._promised, self._refused = 0, ""
+            self._room.promised, self._refused = 0, ""
             self._layer_marks = []
             self._batched.clear()
             self._matched = None
             self._batch += 1
             self._schedules += 1
-            has_transfers = self._sizes.host_blocks > 0 or self._handovers.are_moving
+            has_transfers = self._sizes.host_blocks > 0 or self.handovers.are_moving
             looks = self._schedules >= self._sizes.look_schedules and bool(self._holdings)
-            waits = self._may_wait and bool(self._prefilling)
-            self._may_wait = False
-            has_changed = self._holds_step or (has_transfers and self._has_changed and not waits)
+            waits = self._steps.may_wait and bool(self._prefilling)
+            self._steps.may_wait = False
+            has_changed = self._steps.is_held or (
+                has_transfers and self._steps.has_changed and not waits
+            )
             is_left = self._parked is not None and self._parked_in + 1 < self._batch
-            is_due = looks or has_changed or is_left or self._reserved is not None
+            is_due = looks or has_changed or is_left or self._room.is_reserved
             if not (is_due or self._prefilling or self._leaving):
                 self._has_committed = False
-                return self.last_step
+                return self._steps.last
             calls = self.engine.calls()
-            self._record_unreserve(calls)
+            self._room.record_unreserve(calls)
             self._record_departures(calls)
             if is_left:
                 self._record_parked(calls)
@@ -532,14 +533,14 @@ class RequestBlocks:
             extended = self._record_ahead(calls, ahead)
             if len(calls) or has_changed:
                 self._record_end_of_step(calls)
-            announced = self._handovers.record_layers(calls, due)
+            announced = self.handovers.record_layers(calls, due)
             if len(calls):
                 self._run(calls)  # blocks of the closed step may have to be saved first
             self._layer_marks = [mark for answer in announced for mark in answer.value]
             self._has_committed = False
             self._note_batch(due)
             self._note_looks(looked, ahead, extended)
-            return self.last_step
+            return self._steps.last
 
     def _record_ahead(self, calls: Calls, ahead: list[Holding]) -> Answer[Any] | None:
         """Take the next blocks of requests that decode."""
@@ -562,15 +563,13 @@ class RequestBlocks:
         for measured in self._prefill_times:
             calls.note_prefill(*measured)
         self._prefill_times.clear()
-        self._has_changed = self._holds_step  # the next step has to be closed, too
-        self._holds_step = False
-        calls.add(self._close_step)
+        self._steps.record_end(calls)
 
     def _run(self, calls: Calls) -> None:
         """Make calls, and ask for the room of a step in the same crossing."""
-        room = self._record_room(calls, 0)
+        room = self._room.record(calls, 0)
         calls.run(raise_errors=False)
-        self._room = 0 if room.error is not None else room.value
+        self._room.certain = 0 if room.error is not None else room.value
 
     def _note_batch(self, due: list[Holding]) -> None:
         """Note which positions the scheduled batch computes, for later commits and for its time."""
@@ -598,64 +597,10 @@ class RequestBlocks:
         if measured is not None:
             self._prefill_times.append(measured)
 
-    # --- prefill and decode servers ---------------------------------------------------------------
-
     @property
     def layer_marks(self) -> list[LayerMark]:
         """Marks of the layers that the batch of the last ``end_schedule`` computes."""
         return self._layer_marks
-
-    def send(self, request_id: str, ticket: bytes | None) -> None:
-        """Begin to send the prompt of a request to the decode server that has made a ticket."""
-        with self._lock:
-            if (holding := self._holdings.get(request_id)) is not None:
-                self._handovers.send(holding, ticket)
-
-    def send_outcome(self, request_id: str) -> str:
-        """Return ``FINISHED``, the reason of a failure, or "" while a prompt is being sent."""
-        with self._lock:
-            outcome = self._handovers.send_outcome(request_id)
-            if outcome is None:
-                is_held = request_id in self._holdings
-                return "" if is_held else "the request has given its blocks back"
-            return outcome
-
-    def receive(self, request: Request, seconds: float) -> Received | None:
-        """Begin to receive the prompt of a request; None if its blocks are not those of its lease.
-
-        They are not after a second allocation for the same id.
-        """
-        with self._lock:
-            holding = self._holdings.get(request.request_id)
-            if holding is None or list(request.block_tables) != holding.block_ids:
-                return None
-            self._room, self._room_may_change = 0, True
-            return self._handovers.receive(holding, seconds)
-
-    def receive_outcome(self, request_id: str) -> str:
-        """Return ``FINISHED``, the reason of a failure, or "" while a prompt is being received."""
-        with self._lock:
-            outcome = self._handovers.receive_outcome(request_id)
-            return "the request receives no blocks" if outcome is None else outcome
-
-    def late_requests(self, seconds: float) -> list[Request]:
-        """Return the requests whose KV another server has not sent within this time.
-
-        When it has given up, ``GIVEN_UP_SECONDS`` are left for it to say so.
-        """
-        with self._lock:
-            now, late = time.monotonic(), []
-            for holding in self._holdings.values():
-                outputs = len(holding.request.output_token_ids)
-                if not holding.awaited_since or outputs > holding.base_outputs:
-                    continue
-                outcome = self._handovers.receive_outcome(holding.request.request_id)
-                if outcome not in (None, "", FINISHED):
-                    left_since = now - seconds + GIVEN_UP_SECONDS
-                    holding.awaited_since = min(holding.awaited_since, left_since)
-                if holding.awaited_since <= now - seconds:
-                    late.append(holding.request)
-            return late
 
     def failed_requests(self) -> list[str]:
         """Return the ids of requests whose onloads have failed, in one crossing."""
@@ -730,7 +675,7 @@ class RequestBlocks:
             in_batch: True for blocks that the batch being scheduled computes.
         """
         lease = holding.lease
-        is_sent = self._handovers.is_sent(holding.request.request_id)
+        is_sent = self.handovers.is_sent(holding.request.request_id)
         if lease is None or not holding.table or not (holding.shares_blocks or is_sent):
             return
         holding.check_alignment()
@@ -756,11 +701,11 @@ class RequestBlocks:
             calls.add(_append_and_commit, holding, lease, tokens, computed)
         elif in_batch:
             calls.commit(lease, computed, in_next_step=True)
-            self._holds_step = True
+            self._steps.is_held = True
         else:
             calls.commit(lease, computed)
         holding.committed_tokens = computed
-        self._room = 0  # unknown: the blocks before a committed one cannot be evicted
+        self._room.certain = 0  # unknown: the blocks before a committed one cannot be evicted
 
     def _drop(self, request_id: str) -> Holding | None:
         """Forget the holding of a request, and return it."""
@@ -790,11 +735,11 @@ class RequestBlocks:
             self._leaving.append(holding)
         else:
             _release(calls, holding)
-        self._record_step(calls)
+        self._steps.record_close(calls)
         return True
 
     def _record_release_of_all(self, calls: Calls) -> None:
-        self._record_unreserve(calls)
+        self._room.record_unreserve(calls)
         for holding in self._all_holdings():
             _release(calls, holding)
         self._holdings.clear()
@@ -819,19 +764,6 @@ class RequestBlocks:
             self._leaving.remove(holding)
         return bool(arrived)
 
-    def _record_step(self, calls: Calls) -> None:
-        """Close the step: transfers may write the blocks that were given back in it.
-
-        Does nothing while only ``end_schedule`` may close it.
-        """
-        self._has_changed = self._holds_step
-        if not self._holds_step:
-            calls.add(self._close_step)
-
-    def _close_step(self) -> None:
-        event = None if self._step_event is None else self._step_event()
-        self.last_step = self.engine.cache.step(event)
-
     # --- room -------------------------------------------------------------------------------------
 
     def _needs_blocks(self, holding: Holding) -> bool:
@@ -855,7 +787,7 @@ class RequestBlocks:
         """Append blocks to the lease of a request; return False without room."""
         num_tokens = num_blocks * self._block_tokens
         calls = self.engine.calls()
-        self._record_unreserve(calls)
+        self._room.record_unreserve(calls)
         if holding.table and holding.lease is not None:
             answer: Answer[Any] = calls.extend([holding.lease], num_tokens)
         else:
@@ -868,27 +800,9 @@ class RequestBlocks:
         if isinstance(answer.error, WouldBlock | RequestTooLarge) or answer.value is False:
             return False
         self._read_table(holding, holding.given)
-        self._has_changed = True
-        self._room = max(self._room - num_blocks, 0)
+        self._steps.has_changed = True
+        self._room.certain = max(self._room.certain - num_blocks, 0)
         return True
-
-    def _reserve(self, num_blocks: int) -> bool:
-        """Take blocks for the next ``allocate``; return False without room."""
-        calls = self.engine.calls()
-        self._record_unreserve(calls)
-        lease = calls.match([0], read=False, write=False, owner="FastDeploy")
-        taken = calls.try_allocate(lease, num_blocks * self._block_tokens, reserve_blocks=0)
-        calls.run(raise_errors=False)
-        self._room = 0
-        has_taken = taken.error is None and taken.value
-        self._reserved, self._reserved_blocks = lease, num_blocks if has_taken else 0
-        return has_taken
-
-    def _record_unreserve(self, calls: Calls) -> None:
-        """Give the blocks of ``_reserve`` back; later calls of the same crossing find them free."""
-        if self._reserved is not None:
-            calls.release(self._reserved)
-            self._reserved, self._reserved_blocks = None, 0
 
     def _read_table(self, holding: Holding, given: int) -> None:
         """Read the blocks of a lease, of which the scheduler has the first ``given``."""
@@ -907,13 +821,13 @@ class RequestBlocks:
             wait_seconds: how long to wait for copies of blocks.
         """
         empty = self.engine.free_device_blocks + self.engine.evictable_device_blocks
-        empty += self._reserved_blocks
+        empty += self._room.reserved_blocks
         held = self._spare - (0 if user is None else user.spare)
         held += 0 if self._parked is None else self._parked.given
         leaving = sum(len(left.table) for left in (*self._leaving, *self._onloading.values()))
         if empty + held + leaving < num_blocks:
             return False  # no crossing
-        if self._has_room(num_blocks):
+        if self._room.has(num_blocks):
             return True
         if held:
             spares = [
@@ -924,23 +838,17 @@ class RequestBlocks:
             for holding in spares:
                 if holding.lease is not None:
                     calls.truncate(holding.lease, holding.given * self._block_tokens)
-            self._record_step(calls)
+            self._steps.record_close(calls)
             calls.run(raise_errors=False)
             for holding in spares:
                 self._read_table(holding, holding.given)
-            if self._has_room(num_blocks):
+            if self._room.has(num_blocks):
                 return True
-        if self._wait_for_departures(wait_seconds) and self._has_room(num_blocks):
+        if self._wait_for_departures(wait_seconds) and self._room.has(num_blocks):
             return True
         if self.engine.free_device_blocks + self.engine.evictable_device_blocks < num_blocks:
             return False
-        if wait_seconds:
-            return self._wait_for_saves(num_blocks, wait_seconds)
-        calls = self.engine.calls()
-        has_room = calls.add(self._evict, num_blocks)
-        calls.run()
-        self._room = num_blocks if has_room.value else 0
-        return has_room.value
+        return self._room.make(num_blocks, wait_seconds)
 
     def _wait_for_departures(self, wait_seconds: float) -> bool:
         """Release ended requests when their onloads have arrived; return True if there are any.
@@ -960,121 +868,14 @@ class RequestBlocks:
                     holding.lease.layers.wait_all(max(left, 0.0))
         calls = self.engine.calls()
         has_departed = self._record_departures(calls)
-        self._record_step(calls)
+        self._steps.record_close(calls)
         calls.run()
         return has_departed
-
-    def _wait_for_saves(self, num_blocks: int, wait_seconds: float) -> bool:
-        """Evict blocks that have to be saved first, or are being saved."""
-        lease = self.engine.match([0], read=False, write=False, owner="FastDeploy")
-        future = lease.allocate(
-            num_blocks * self._block_tokens, timeout=wait_seconds, reserve_blocks=0
-        )
-        has_room = True
-        try:
-            future.result()
-        except (AllocateTimeout, RequestTooLarge):
-            has_room = False
-        calls = self.engine.calls()
-        calls.release(lease)
-        self._record_step(calls)
-        calls.run()
-        return has_room and self._has_room(num_blocks)
-
-    def _has_room(self, num_blocks: int) -> bool:
-        if num_blocks <= 0:
-            return True
-        if num_blocks > self._sizes.device_blocks:
-            return False
-        calls = self.engine.calls()
-        self._record_unreserve(calls)
-        room = self._record_room(calls, num_blocks)
-        calls.run()
-        self._room = room.value
-        return self._room >= num_blocks
-
-    def _record_room(self, calls: Calls, num_blocks: int) -> Answer[int]:
-        """Ask how many blocks can be taken: at least ``num_blocks``, or those of a step."""
-        self._room_may_change = self._sizes.role == "decode" and self._handovers.are_moving
-        if self._sizes.write_policy == "write_back":
-            return calls.add(self._free_blocks, num_blocks)
-        limit = max(self._sizes.room_blocks(len(self._holdings)), num_blocks)
-        return calls.allocatable_blocks(reserve_blocks=0, limit=limit)
-
-    def _grant(self, lease: SyncLease, prefill_tokens: int, onload: bool) -> tuple[Hit, int]:
-        """Take the cached prefix of a prompt, and with it the blocks of its next batch.
-
-        The scheduler asks for these next, which needs no crossing then. Without room for them, and
-        for a request that waits for its onload, only the prefix is taken. If the batch completes
-        the prompt, the blocks of its first generated tokens are taken, too, but only if there is
-        room for a further step. On the loop.
-
-        Returns:
-            The granted prefix by tier, and the number of blocks that can be taken for sure.
-        """
-        inner, size, cache, hit = lease.inner, self._block_tokens, self.engine.cache, lease.hit
-        end = min(prefill_tokens, hit.total + self._sizes.batch_tokens)
-        blocks = max(-(-end // size) - hit.total // size, 0)
-        if end == prefill_tokens and -end % size <= self._sizes.decode_slots + 1:
-            ahead = self._sizes.decode_blocks  # due when the first token has arrived
-            room = cache.free_device_blocks + cache.evictable_device_blocks
-            step = self._sizes.step_blocks(len(self._holdings))
-            if room >= hit.total // size + blocks + ahead + step:
-                blocks += ahead
-        has_all = False
-        if blocks and not hit.host_tokens:
-            with suppress(RequestTooLarge):
-                has_all = inner.try_allocate(hit.total + blocks * size, reserve_blocks=0)
-        if not has_all:
-            hit = _grant_hit(inner, onload)
-        if self._sizes.write_policy == "write_back":
-            return hit, cache.free_device_blocks
-        limit = self._sizes.room_blocks(len(self._holdings))
-        return hit, cache.allocatable_blocks(reserve_blocks=0, limit=limit)
-
-    def _free_blocks(self, num_blocks: int) -> int:
-        """Evict until ``num_blocks`` blocks hold nothing, and return how many do. On the loop.
-
-        Under ``"write_back"``, only these can be taken for sure: as soon as host memory has a free
-        block, a block that could have been dropped has to be saved first.
-        """
-        cache = self.engine.cache
-        if cache.free_device_blocks < num_blocks:
-            self._evict(num_blocks)
-        return cache.free_device_blocks
-
-    def _evict(self, num_blocks: int) -> bool:
-        """Evict until ``num_blocks`` blocks hold nothing. On the loop.
-
-        Returns:
-            False if blocks must be saved before, which begins.
-        """
-        lease = self.engine.cache.match([0], read=False, write=False, owner="FastDeploy")
-        has_room = False
-        with suppress(RequestTooLarge):
-            has_room = lease.try_allocate(num_blocks * self._block_tokens, reserve_blocks=0)
-        lease.release()
-        if not self._holds_step:
-            self._close_step()
-        return has_room
 
 
 def _release(calls: Calls, holding: Holding) -> None:
     if holding.lease is not None:
         calls.release(holding.lease)
-
-
-def _grant_hit(lease: Lease, onload: bool) -> Hit:
-    """Take the cached prefix, or as much of it as there is room for. On the loop."""
-    found = lease.hit
-    for num_tokens in (found.total if onload else 0, found.device_tokens):
-        if num_tokens and lease.try_allocate(num_tokens):
-            cached = lease.cached_tokens  # a part of the hit, if transfers may write too few blocks
-            if cached < num_tokens:
-                lease.truncate(cached)
-            device = min(found.device_tokens, cached)
-            return Hit(device, cached - device)
-    return Hit(0, 0)
 
 
 def _append_and_commit(

@@ -9,18 +9,22 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import AiokvError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from aiokv import Lease
     from aiokv.connectors.fastdeploy.holding import Holding
+    from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.sync import Answer, Calls, EngineFuture, SyncEngine
 
+GIVEN_UP_SECONDS: Final = 30.0  # limit for a prefill server to report that its send has failed
 OPEN_SECONDS: Final = 30.0  # limit for the prefill server to open a ticket
 MAX_SECONDS: Final = 86_400.0  # longest time of a receive
 FINISHED: Final = "finished"  # FastDeploy's word for a send that has succeeded
@@ -113,69 +117,63 @@ class Received:
 
 
 class Handovers:
-    """Sends and receives of the requests of one scheduler, by request id.
-
-    The caller holds the lock of :class:`RequestBlocks`.
+    """Sends and receives of the requests of one scheduler, by request id. Any thread.
 
     Args:
         engine: the cache.
         layer_ends: numbers of layers after which a prefill server sends those before, while the
             workers compute the others.
+        lock: lock of ``holdings``.
+        holdings: requests with blocks.
+
+    Attributes:
+        begun_receives: number of receives that have begun.
     """
 
-    def __init__(self, engine: SyncEngine, layer_ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        engine: SyncEngine,
+        layer_ends: Sequence[int],
+        lock: AbstractContextManager[Any],
+        holdings: Mapping[str, Holding],
+    ) -> None:
         self._engine = engine
         self._layer_ends = layer_ends
+        self._lock = lock
+        self._holdings = holdings
         self._sent: dict[str, Sent] = {}
         self._received: dict[str, Received] = {}
         self._moving: list[Sent | Received] = []
+        self.begun_receives = 0
 
-    @property
-    def are_moving(self) -> bool:
-        """True while blocks move, or wait for a step to end. Does not cross."""
-        self._moving = [handover for handover in self._moving if not handover.outcome]
-        return bool(self._moving)
+    # --- prefill ----------------------------------------------------------------------------------
 
-    def send(self, holding: Holding, ticket: bytes | None) -> None:
-        """Begin to send the prompt of a request."""
-        if holding.lease is not None:
-            sent = Sent(self._engine, holding.lease.inner, ticket)
-            self._sent[holding.request.request_id] = sent
-            self._moving.append(sent)
-
-    def receive(self, holding: Holding, seconds: float) -> Received | None:
-        """Begin to receive the prompt of a request."""
-        if holding.lease is None:
-            return None
-        received = Received(self._engine, holding.lease.inner, holding.prefill_tokens, seconds)
-        self._received[holding.request.request_id] = received
-        self._moving.append(received)
-        return received
+    def send(self, request_id: str, ticket: bytes | None) -> None:
+        """Begin to send the prompt of a request to the decode server that has made a ticket."""
+        with self._lock:
+            holding = self._holdings.get(request_id)
+            if holding is not None and holding.lease is not None:
+                sent = self._sent[request_id] = Sent(self._engine, holding.lease.inner, ticket)
+                self._moving.append(sent)
 
     def is_sent(self, request_id: str) -> bool:
-        """Return True if the prompt of a request is sent from these blocks."""
+        """Return True while the prompt of a request is being sent."""
         sent = self._sent.get(request_id)
         return sent is not None and not sent.outcome
 
-    def send_outcome(self, request_id: str) -> str | None:
-        """Return the outcome of a send; None for a request whose send has not begun."""
-        sent = self._sent.get(request_id)
-        return None if sent is None else sent.outcome
-
-    def receive_outcome(self, request_id: str) -> str | None:
-        """Return the outcome of a receive; None for a request whose receive has not begun."""
-        received = self._received.get(request_id)
-        return None if received is None else received.outcome
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request; the end of its lease ends what moves."""
-        self._sent.pop(request_id, None)
-        self._received.pop(request_id, None)
+    def send_outcome(self, request_id: str) -> str:
+        """Return ``FINISHED``, the reason of a failure, or "" while a prompt is being sent."""
+        with self._lock:
+            sent = self._sent.get(request_id)
+            if sent is not None:
+                return sent.outcome
+            is_held = request_id in self._holdings  # its ticket may still come
+            return "" if is_held else "the request has given its blocks back"
 
     def record_layers(
         self, calls: Calls, holdings: Iterable[Holding]
     ) -> list[Answer[list[LayerMark]]]:
-        """Announce the layers that the scheduled batch computes.
+        """Announce the layers that the scheduled batch computes. The caller holds the lock.
 
         Args:
             calls: gets the calls; the step that the batch closes is closed already.
@@ -188,6 +186,70 @@ class Handovers:
             and (sent := self._sent.get(holding.request.request_id)) is not None
             and not sent.outcome
         ]
+
+    # --- decode -----------------------------------------------------------------------------------
+
+    def receive(self, request: Request, seconds: float) -> Received | None:
+        """Begin to receive the prompt of a request; None if its blocks are not those of its lease.
+
+        They are not after a second allocation for the same id.
+        """
+        with self._lock:
+            holding = self._holdings.get(request.request_id)
+            if holding is None or holding.lease is None:
+                return None
+            if list(request.block_tables) != holding.block_ids:
+                return None
+            lease, num_tokens = holding.lease.inner, holding.prefill_tokens
+            received = Received(self._engine, lease, num_tokens, seconds)
+            self._received[request.request_id] = received
+            self._moving.append(received)
+            self.begun_receives += 1
+            return received
+
+    def receive_outcome(self, request_id: str) -> str:
+        """Return ``FINISHED``, the reason of a failure, or "" while a prompt is being received."""
+        with self._lock:
+            received = self._received.get(request_id)
+            return "the request receives no blocks" if received is None else received.outcome
+
+    def late_requests(self, seconds: float) -> list[Request]:
+        """Return the requests whose KV another server has not sent within this time.
+
+        When a receive has failed, ``GIVEN_UP_SECONDS`` are left for the other server to say so.
+        """
+        with self._lock:
+            now, late = time.monotonic(), []
+            for holding in self._holdings.values():
+                outputs = len(holding.request.output_token_ids)
+                if not holding.awaited_since or outputs > holding.base_outputs:
+                    continue
+                received = self._received.get(holding.request.request_id)
+                if received is not None and received.outcome not in ("", FINISHED):
+                    left_since = now - seconds + GIVEN_UP_SECONDS
+                    holding.awaited_since = min(holding.awaited_since, left_since)
+                if holding.awaited_since <= now - seconds:
+                    late.append(holding.request)
+            return late
+
+    # --- both -------------------------------------------------------------------------------------
+
+    @property
+    def are_moving(self) -> bool:
+        """True while blocks move, or wait for a step to end. The caller holds the lock."""
+        self._moving = [handover for handover in self._moving if not handover.outcome]
+        return bool(self._moving)
+
+    @property
+    def are_arriving(self) -> bool:
+        """True while blocks arrive. The caller holds the lock."""
+        return self.are_moving and any(isinstance(moves, Received) for moves in self._moving)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that ends: the end of its lease ends what moves."""
+        with self._lock:
+            self._sent.pop(request_id, None)
+            self._received.pop(request_id, None)
 
 
 def _outcome(end: EngineFuture[str]) -> str:

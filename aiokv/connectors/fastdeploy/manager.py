@@ -448,7 +448,7 @@ class CacheManager:
         blocks = self._host.opened_blocks
         if blocks is None or self._host.sizes.role != "decode":
             return []
-        return blocks.late_requests(self._prefill_timeout_seconds)
+        return blocks.handovers.late_requests(self._prefill_timeout_seconds)
 
     # --- prefill and decode servers with peers ----------------------------------------------------
 
@@ -464,7 +464,7 @@ class CacheManager:
         """
         if not self.has_peers:
             return None
-        received = self._host.blocks.receive(request, self._prefill_timeout_seconds)
+        received = self._host.blocks.handovers.receive(request, self._prefill_timeout_seconds)
         return None if received is None else received.ticket(TICKET_SECONDS)
 
     def begin_send(self, request_id: str, ticket: bytes | None) -> None:
@@ -477,7 +477,7 @@ class CacheManager:
             ticket: of ``begin_receive`` of the decode server.
         """
         if self.has_peers:
-            self._host.blocks.send(request_id, ticket)
+            self._host.blocks.handovers.send(request_id, ticket)
 
     def finished_sends(self, request_id: str) -> list[tuple[str, str]]:
         """Return the outcome of a send, as ``EngineWorkerQueue.get_finished_req`` does.
@@ -488,7 +488,7 @@ class CacheManager:
         """
         if not self.has_peers:
             return []
-        outcome = self._host.blocks.send_outcome(request_id)
+        outcome = self._host.blocks.handovers.send_outcome(request_id)
         return [(request_id, outcome)] if outcome else []
 
     def has_received(self, output: Any) -> bool:
@@ -502,7 +502,7 @@ class CacheManager:
         """
         if not self.has_peers or output.error_code != 200:
             return True
-        outcome = self._host.blocks.receive_outcome(output.request_id)
+        outcome = self._host.blocks.handovers.receive_outcome(output.request_id)
         if outcome not in ("", FINISHED):
             output.error_code = FAILED_CODE
             output.error_msg = f"the prompt has not arrived from the prefill server: {outcome}"
