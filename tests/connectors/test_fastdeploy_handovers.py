@@ -21,7 +21,7 @@ from aiokv.connectors.fastdeploy.metadata import layer_marks_of
 from aiokv.errors import ConfigError
 from aiokv.ranks import RankGroup
 from aiokv.testing.loops import PATIENCE_SECONDS
-from tests.connectors.fastdeploy_requests import finish, prompt
+from tests.connectors.fastdeploy_requests import count_crossings, finish, prompt
 from tests.connectors.fastdeploy_server import (
     BLOCK,
     Backend,
@@ -224,6 +224,22 @@ def test_a_cached_prefix_and_several_prompts_move_at_once(tmp_path):
         del target
 
 
+def test_a_chunk_and_its_layers_cross_once(tmp_path, monkeypatch):
+    with servers(tmp_path) as pair:
+        source, _ = pair.begin("a", prompt(1, 4))
+        counts = count_crossings(monkeypatch)
+        for last in (7, 12, 16):
+            assert layer_marks_of(SimpleNamespace(hash_values=pair.prefill.compute(source, last)))
+        assert len(counts) == 3
+        pair.prefill.run()  # commits the last chunk
+        assert len(counts) == 4
+        assert pair.outcomes("a") == ("finished", "finished")
+        crossings = len(counts)
+        for _ in range(3):
+            pair.prefill.run()
+        assert len(counts) == crossings, "nothing has changed"
+
+
 def test_nothing_is_ready_or_shared_before_the_prompt_has_arrived(tmp_path):
     tokens = prompt(1, 4)
     with servers(tmp_path) as pair:
@@ -333,6 +349,16 @@ def test_a_prompt_that_comes_too_late_is_refused(tmp_path):
         sent, received = pair.outcomes("a")
         assert "finished" not in (sent, received)
         assert pair.decode.cached_blocks(prompt(1, 4)) == 0
+
+
+def test_a_prompt_whose_blocks_were_dropped_after_it_has_arrived_is_refused(tmp_path):
+    with servers(tmp_path) as pair:
+        source, _ = pair.begin("a", prompt(1, 4))
+        pair.prefill.compute(source, 16)
+        assert pair.outcomes("a") == ("finished", "finished")
+        assert pair.decode.manager.reset_cache()
+        assert pair.decode.manager.has_received(output := output_of("a"))
+        assert output.error_code == 501
 
 
 def test_blocks_that_were_allocated_twice_receive_nothing(tmp_path):

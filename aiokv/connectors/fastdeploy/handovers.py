@@ -28,6 +28,7 @@ GIVEN_UP_SECONDS: Final = 30.0  # limit for a prefill server to report that its 
 OPEN_SECONDS: Final = 30.0  # limit for the prefill server to open a ticket
 MAX_SECONDS: Final = 86_400.0  # longest time of a receive
 FINISHED: Final = "finished"  # FastDeploy's word for a send that has succeeded
+NOT_HELD: Final = "the request has given its blocks back"
 
 LayerMark = tuple[int, bytes]  # number of computed layers, and what lets them be sent
 
@@ -168,7 +169,7 @@ class Handovers:
             if sent is not None:
                 return sent.outcome
             is_held = request_id in self._holdings  # its ticket may still come
-            return "" if is_held else "the request has given its blocks back"
+            return "" if is_held else NOT_HELD
 
     def record_layers(
         self, calls: Calls, holdings: Iterable[Holding]
@@ -210,8 +211,12 @@ class Handovers:
     def receive_outcome(self, request_id: str) -> str:
         """Return ``FINISHED``, the reason of a failure, or "" while a prompt is being received."""
         with self._lock:
-            received = self._received.get(request_id)
-            return "the request receives no blocks" if received is None else received.outcome
+            received, holding = self._received.get(request_id), self._holdings.get(request_id)
+            if received is None:
+                return "the request receives no blocks"
+            if holding is None or not holding.table:  # after `reset_cache`, for example
+                return NOT_HELD
+            return received.outcome
 
     def late_requests(self, seconds: float) -> list[Request]:
         """Return the requests whose KV another server has not sent within this time.
