@@ -2,8 +2,10 @@
 #include "aiokv/digest.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "aiokv/checksum.hpp"
@@ -315,6 +317,35 @@ TEST(objects_in_pieces_are_verified_with_the_key_of_their_index) {
                 CHECK(std::ranges::equal(std::span(address, expected.size()), expected));
             }
         }
+    }
+}
+
+TEST(copies_of_an_object_that_changes_meanwhile_are_wrong_or_whole) {
+    for (const std::size_t misalignment : {0, 1}) {  // of the copies, to cache lines
+        Arena source(4096, 1);
+        seal_blocks(source.blocks, source.ids, source.keys);
+        const auto sealed = source.memory;
+        std::vector<std::uint8_t> memory(source.blocks.pitch_bytes + 65);
+        std::uint8_t* address = memory.data();
+        while (reinterpret_cast<std::uintptr_t>(address) % 64 != misalignment) ++address;
+        ObjectBlocks target = source.blocks;
+        target.address = address;
+        std::jthread writer([&](std::stop_token stop) {  // at most one byte at a time is wrong
+            for (std::uint32_t i = 0; !stop.stop_requested(); ++i) {
+                std::atomic_ref(source.memory[i * 1051 % 4096]).fetch_xor(1);
+                std::atomic_ref(source.memory[i * 1051 % 4096]).fetch_xor(1);
+            }
+        });
+        bool is_whole = true;
+        for (int i = 0; i < 50'000; ++i) {
+            StoreResult result{};
+            copy_objects(source.blocks, source.ids, target, source.ids, source.keys, &result);
+            if (result != StoreResult::kDone) continue;
+            is_whole =
+                is_whole &&
+                std::ranges::equal(target.object(0), std::span(sealed).first(4096 + kTrailerBytes));
+        }
+        CHECK(is_whole);
     }
 }
 

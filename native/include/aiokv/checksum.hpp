@@ -29,10 +29,10 @@ class Checksum {
 
     // Adds chunks. Each call begins a new chunk, so the sum depends on the ends of the calls.
     void add(std::span<const std::uint8_t> bytes);
-    // Adds whole chunks that are in the processor's cache, and copies them by stores that bypass it
-    // where `to` begins a cache line: in two thirds of the time of add() and a memcpy. Call
-    // streaming_fence() before another thread is told of the copy.
-    void add_and_copy(std::span<const std::uint8_t> chunks, std::uint8_t* to);
+    // Copies bytes, by stores that bypass the caches where `to` begins a cache line, and adds the
+    // copy as add() does: in the time of a memcpy, or less. Others may write to `bytes` meanwhile.
+    // Call streaming_fence() before another thread is told of the copy.
+    void add_and_copy(std::span<const std::uint8_t> bytes, std::uint8_t* to);
     // The sum of all chunks so far, little-endian.
     std::array<std::uint8_t, kBytes> value() const;
 

@@ -28,20 +28,39 @@ U128 product(const std::uint8_t* pair, const std::uint64_t* keys) {
     return U128{load(pair) + keys[0]} * (load(pair + 8) + keys[1]);
 }
 
+// Copies bytes that others may write meanwhile. The compiler must read `to` afterwards, and not the
+// source again.
+void copy_once(std::uint8_t* to, const std::uint8_t* from, std::size_t bytes) {
+    std::memcpy(to, from, bytes);
+    asm volatile("" : : "r"(to) : "memory");
+}
+
+enum class Copies { kNone, kCached, kStreamed };
+
 // Uses two sums, so that an addition need not wait for the one before it. Prefetches, because the
 // processor looks less far ahead in memory than this loop needs; a prefetch behind the end of the
-// input has no effect.
-template <bool kCopies>
+// input has no effect. Copies line by line, so that the processor multiplies while it waits for the
+// memory.
+template <Copies kCopies>
 U128 nh_of_chunk(const std::uint8_t* bytes, const std::uint64_t* keys, std::uint8_t* to = nullptr) {
+    constexpr std::size_t kAhead = kCopies == Copies::kNone ? kPrefetchBytes : 2 * kPrefetchBytes;
     U128 even = 0, odd = 0;
     for (std::size_t i = 0; i < Checksum::kChunkBytes; i += kLineBytes) {
-        __builtin_prefetch(bytes + i + kPrefetchBytes);
-        if constexpr (kCopies) {
-            stream_line(reinterpret_cast<char*>(to + i), reinterpret_cast<const char*>(bytes + i));
+        __builtin_prefetch(bytes + i + kAhead);
+        const std::uint8_t* line = bytes + i;
+        if constexpr (kCopies == Copies::kCached) {
+            copy_once(to + i, line, kLineBytes);
+            line = to + i;
         }
-        for (std::size_t j = i; j < i + kLineBytes; j += 32) {
-            even += product(bytes + j, keys + j / 8);
-            odd += product(bytes + j + 16, keys + j / 8 + 2);
+        alignas(kLineBytes) std::uint8_t copy[kLineBytes];
+        if constexpr (kCopies == Copies::kStreamed) {
+            copy_once(copy, line, kLineBytes);
+            line = copy;
+            stream_line(reinterpret_cast<char*>(to + i), reinterpret_cast<const char*>(copy));
+        }
+        for (std::size_t j = 0; j < kLineBytes; j += 32) {
+            even += product(line + j, keys + (i + j) / 8);
+            odd += product(line + j + 16, keys + (i + j) / 8 + 2);
         }
     }
     return even + odd;
@@ -84,20 +103,20 @@ const ChecksumConstants& checksum_constants() {
 void Checksum::add(std::span<const std::uint8_t> bytes) {
     const ChecksumConstants& k = checksum_constants();
     for (; bytes.size() >= kChunkBytes; bytes = bytes.subspan(kChunkBytes)) {
-        add_chunk(nh_of_chunk<false>(bytes.data(), k.words.data()));
+        add_chunk(nh_of_chunk<Copies::kNone>(bytes.data(), k.words.data()));
     }
     if (!bytes.empty()) add_chunk(nh_of_tail(bytes, k.words.data()));
 }
 
-void Checksum::add_and_copy(std::span<const std::uint8_t> chunks, std::uint8_t* to) {
-    if (!kHasStreamingStores || !is_line_aligned(to)) {
-        std::memcpy(to, chunks.data(), chunks.size());
-        return add(chunks);
-    }
+void Checksum::add_and_copy(std::span<const std::uint8_t> bytes, std::uint8_t* to) {
     const ChecksumConstants& k = checksum_constants();
-    for (std::size_t i = 0; i < chunks.size(); i += kChunkBytes) {
-        add_chunk(nh_of_chunk<true>(&chunks[i], k.words.data(), to + i));
+    const bool streams = kHasStreamingStores && is_line_aligned(to);
+    const auto nh = streams ? nh_of_chunk<Copies::kStreamed> : nh_of_chunk<Copies::kCached>;
+    for (; bytes.size() >= kChunkBytes; bytes = bytes.subspan(kChunkBytes), to += kChunkBytes) {
+        add_chunk(nh(bytes.data(), k.words.data(), to));
     }
+    copy_once(to, bytes.data(), bytes.size());
+    add({to, bytes.size()});
 }
 
 void Checksum::add_chunk(unsigned __int128 nh) {
