@@ -69,7 +69,7 @@ async def _measure(path: Path, payload_bytes: int, quick: bool) -> dict[str, flo
     async with asyncio.timeout(600):
         try:
             await bench.open()
-            return await bench.measure(2 if quick else 15)
+            return await bench.measure(2 if quick else 41)
         finally:
             await bench.aclose()
 
