@@ -238,6 +238,8 @@ def test_speed_of_the_shared_memory_of_a_host(operation):
         for ratio in ("ratio", "cpu_ratio")
     ]
     assert cells_of(section, f"`HostStore`, {operation}s")[1:] == expected
+    assert min(size[f"{operation}_ratio"] for size in sizes) >= 0.8
+    assert min(size[f"{operation}_cpu_ratio"] for size in sizes) >= 0.8
 
 
 def test_fetches_and_computed_prompts_by_the_bandwidth_of_the_disk():
