@@ -443,12 +443,20 @@ class StoreGuard:
         return await self._move(self._loading, keys, blocks, priority, accesses)
 
     def admit(self, keys: bytes) -> NDArray[np.bool_]:
-        """Return which blocks the write budget lets be saved, ``[N]``; the others are refused."""
+        """Return which blocks the write budget lets be saved, ``[N]``; the others are refused.
+
+        Pass those to ``save``, or their number to ``refund``.
+        """
         if self.costs.writes is None or not self.is_open:
             return np.ones(len(keys) // KEY_BYTES, np.bool_)
         admitted = self.costs.writes.admit(keys, self._object_bytes, _now())
         self._counts.refused_blocks += int(np.count_nonzero(~admitted))
         return admitted
+
+    def refund(self, num_blocks: int) -> None:
+        """Give the write budget back what was admitted and is not written."""
+        if self.costs.writes is not None:
+            self.costs.writes.refund(num_blocks * self._object_bytes)
 
     async def save(
         self,
@@ -465,16 +473,16 @@ class StoreGuard:
             accesses: as for ``load``.
             follows: see ``Store.save_chains``; None if no block follows another one.
 
-        Cancellation: the store's save is cancelled; see ``accesses`` for its end.
+        Cancellation: the store's save is cancelled; see ``accesses`` for its end. The write budget
+        counts all blocks as written, as it does after the deadline.
         """
         if follows is None:
             follows = np.zeros(len(blocks), np.bool_)
         reply = await self._move(self._saving, keys, blocks, Priority.BACKUP, accesses, follows)
         is_stored = np.isin(reply.results, (Result.DONE, Result.PRESENT))
         self.costs.missing.note_stored(selected(keys, is_stored))
-        if self.costs.writes is not None and reply.overdue is None:
-            unwritten = int(np.count_nonzero(reply.results != Result.DONE))
-            self.costs.writes.refund(unwritten * self._object_bytes)
+        if reply.overdue is None:
+            self.refund(int(np.count_nonzero(reply.results != Result.DONE)))
         return reply
 
     async def _move(

@@ -195,6 +195,27 @@ async def test_failed_and_present_blocks_cost_no_budget():
         assert guard.write_budget_left == 1.0
 
 
+@pytest.mark.asyncio
+@pytest.mark.clock
+async def test_save_that_ends_before_its_write_costs_no_budget(monkeypatch: pytest.MonkeyPatch):
+    disk = ScriptedStore("disk")
+    sealing = asyncio.Event()
+
+    async def seal(*arguments: object) -> None:
+        sealing.set()
+        await asyncio.Future()
+
+    monkeypatch.setattr("aiokv.stores.proof.Proof.seal", seal)
+    async with Stores(StoreUse(disk, write_bytes_per_day=32 * PITCH_BYTES)) as s:
+        save = asyncio.create_task(s.save(1, 2))
+        await sealing.wait()
+        assert s.set.statistics()[0].write_budget_left == 0.5
+        save.cancel()
+        await asyncio.wait({save})
+        assert save.cancelled()
+        assert s.set.statistics()[0].write_budget_left == 1.0
+
+
 def test_limits_come_from_a_url():
     (use,) = stores_from(
         ["disk:/nvme/kv?bytes=1GiB&write_bytes_per_day=1TB&write_bytes_per_second=200MB"]
