@@ -54,7 +54,7 @@ REQUEST_SECONDS = 0.03
 
 
 def run(quick: bool) -> dict[str, Any]:
-    rounds = 5 if quick else 15
+    rounds = 5 if quick else 45
     results: dict[str, Any] = {"directory": {}}
     if not mooncake_cluster.why_absent():
         results["mooncake"] = {}
