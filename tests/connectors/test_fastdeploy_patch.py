@@ -9,12 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv.connectors.fastdeploy import BatchRequest, CacheController, CacheManager
-from tests.connectors.fastdeploy_server import Request
+from aiokv.connectors.fastdeploy import (
+    BatchRequest,
+    CacheController,
+    CacheManager,
+    controller,
+    peers,
+)
+from tests.connectors.fastdeploy_server import Request, fd_config
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 SCRIPT = runpy.run_path(str(GUIDE / "fastdeploy_patch.py"))
-CHANGES = SCRIPT["read_patch"]((GUIDE / "fastdeploy.patch").read_text())
+PATCH = (GUIDE / "fastdeploy.patch").read_text()
+CHANGES = SCRIPT["read_patch"](PATCH)
 
 
 @pytest.fixture
@@ -44,6 +51,11 @@ def test_all_changes_are_made(tree, capsys):
     assert SCRIPT["apply"](tree, CHANGES, writes=True) == []
     assert capsys.readouterr().out.count("is there already") == len(CHANGES)
     assert texts(tree) == changed
+
+
+def test_the_patch_counts_its_lines_as_git_and_patch_expect():
+    headers = re.findall(r"^@@ -\d+,(\d+) \+\d+,(\d+) @@$", PATCH, re.MULTILINE)
+    assert headers == [(str(len(change.old)), str(len(change.new))) for change in CHANGES]
 
 
 def test_nothing_is_written_if_a_change_does_not_apply(tree):
@@ -209,6 +221,30 @@ def test_a_prefill_server_with_peers_waits_for_no_other_process():
     start = next(i for i, line in enumerate(lines) if '"has_peers"' in line)
     run(["def send(self, cache_info):", *(line[4:] for line in lines[start:]), "send(engine, [])"],
         engine=peer_engine())  # fmt: skip
+
+
+def test_workers_with_peers_do_not_let_attention_kernels_report_layers(monkeypatch):
+    """The attention backend reads the mode when it is created: no process reads the reports."""
+    monkeypatch.setenv(peers.SECRET, "a secret of the test")
+    paddle = SimpleNamespace(is_compiled_with_cuda=lambda: False)
+    monkeypatch.setattr(controller, "import_paddle", lambda: paddle)
+    config = fd_config(16, 0)
+    config.parallel_config = SimpleNamespace(
+        pd_disaggregation_mode="per_chunk", local_engine_worker_queue_port=1
+    )
+    config.scheduler_config.splitwise_role = "prefill"
+    modes: list[str] = []
+
+    def initialize() -> None:
+        modes.append(config.parallel_config.pd_disaggregation_mode)
+
+    runner = SimpleNamespace(local_rank=0, device_id=0, _initialize_attn_backend=initialize)
+    lines = lines_between("for_worker", "gpu_model_runner.py")
+    start = next(i for i, line in enumerate(lines) if "ENABLE_V1_KVCACHE_MANAGER" in line)
+    envs = SimpleNamespace(ENABLE_V1_KVCACHE_MANAGER=True)
+    run([line for line in lines[start:] if line], self=runner, envs=envs, fd_config=config)
+    assert isinstance(runner.cache_controller, CacheController)
+    assert modes == ["None"]
 
 
 def test_a_new_request_begins_its_fetch():

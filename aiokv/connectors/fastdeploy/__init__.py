@@ -8,7 +8,8 @@ What changes in FastDeploy with its cache manager v1 (``ENABLE_V1_KVCACHE_MANAGE
    time, not only when ``len(batch_request) > 0``.
 3. The loop that calls ``schedule()`` sends a batch that has ``cache_evict_metadata`` to the workers
    even if it has no requests.
-4. The model runner makes ``self.cache_controller`` with ``CacheController.for_worker``.
+4. The model runner makes ``self.cache_controller`` with ``CacheController.for_worker``, before its
+   attention backend.
 5. ``ResourceManagerV1.add_request()`` calls ``begin_fetch(request)`` at its end.
 6. The loop of the worker process calls ``cache_controller.submit_swap_tasks`` for a batch without
    requests, too. For a batch with requests, the model runner calls it.

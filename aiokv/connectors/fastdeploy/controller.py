@@ -95,7 +95,8 @@ class CacheController:
         """Return the controller of a worker process: see ``CacheManager.for_workers``.
 
         With a Paddle for CUDA, the tensors are on the GPU, and the model computes in the current
-        stream. The peers are those of ``AIOKV_PEERS_SECRET``.
+        stream. The peers are those of ``AIOKV_PEERS_SECRET``. With peers, call this method before
+        the attention backend is created: it changes ``pd_disaggregation_mode`` to "None".
 
         Args:
             config: the ``FDConfig`` of the worker.
