@@ -302,6 +302,35 @@ def test_a_resumed_request_of_a_prefill_server_reports_that_its_send_has_failed(
         ]
 
 
+def test_preempted_requests_keep_the_outcomes_of_their_sends_up_to_a_limit(tmp_path, monkeypatch):
+    """FastDeploy preempts the requests that it aborts, and never calls for them again."""
+    monkeypatch.setattr(handovers, "MAX_PREEMPTED", 2)
+    with servers(tmp_path, device_blocks=40) as pair:
+        for name in "abc":
+            for request, server in zip(
+                pair.begin(name, prompt(1, 4)), (pair.prefill, pair.decode), strict=True
+            ):
+                request.status = Status.PREEMPTED
+                server.manager.request_finish(request)
+        found = pair.prefill.manager.finished_sends
+        wait_until(lambda: all(found(name) for name in "abc"))
+        oldest, *others = (found(name)[0][1] for name in "abc")
+        assert oldest == "the request has given its blocks back"
+        assert oldest not in others
+        assert pair.decode.manager.blocks.handovers._received == {}
+
+
+def test_a_request_without_blocks_reports_that_nothing_is_sent(tmp_path):
+    with servers(tmp_path) as pair:
+        source = Request("a", prompt(1, 4))
+        pair.prefill.preallocate(source)
+        pair.prefill.manager.blocks.lose_all()  # the workers have freed their tensors
+        pair.prefill.manager.begin_send("a", b"")
+        assert pair.prefill.manager.finished_sends("a") == [
+            ("a", "the request has given its blocks back")
+        ]
+
+
 def test_an_aborted_request_of_a_decode_server_ends_the_send(tmp_path):
     with servers(tmp_path) as pair:
         source, target = pair.begin("a", prompt(1, 4))

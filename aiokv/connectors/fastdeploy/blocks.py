@@ -413,7 +413,9 @@ class RequestBlocks:
             is_preempted: True if the request goes on later; the outcome of its send is kept.
         """
         with self._lock:
-            if not is_preempted:
+            if is_preempted:
+                self.handovers.preempt(request_id)
+            else:
                 self.handovers.forget(request_id)
             if request_id == self._refused:
                 self._refused = ""  # the scheduler will match the request again

@@ -29,6 +29,7 @@ OPEN_SECONDS: Final = 30.0  # limit for the prefill server to open a ticket
 MAX_SECONDS: Final = 86_400.0  # longest time of a receive
 FINISHED: Final = "finished"  # FastDeploy's word for a send that has succeeded
 NOT_HELD: Final = "the request has given its blocks back"
+MAX_PREEMPTED: Final = 4096  # preempted requests whose outcomes are kept
 
 LayerMark = tuple[int, bytes]  # number of computed layers, and what lets them be sent
 
@@ -143,6 +144,7 @@ class Handovers:
         self._lock = lock
         self._holdings = holdings
         self._sent: dict[str, Sent] = {}
+        self._preempted: dict[str, Sent] = {}  # sends of preempted requests, oldest first
         self._received: dict[str, Received] = {}
         self._moving: list[Sent | Received] = []
         self.begun_receives = 0
@@ -165,10 +167,11 @@ class Handovers:
     def send_outcome(self, request_id: str) -> str:
         """Return ``FINISHED``, the reason of a failure, or "" while a prompt is being sent."""
         with self._lock:
-            sent = self._sent.get(request_id)
+            sent = self._sent.get(request_id) or self._preempted.get(request_id)
             if sent is not None:
                 return sent.outcome
-            is_held = request_id in self._holdings  # its ticket may still come
+            holding = self._holdings.get(request_id)
+            is_held = holding is not None and holding.lease is not None  # its ticket may still come
             return "" if is_held else NOT_HELD
 
     def record_layers(
@@ -254,7 +257,22 @@ class Handovers:
         """Forget a request that ends: the end of its lease ends what moves."""
         with self._lock:
             self._sent.pop(request_id, None)
+            self._preempted.pop(request_id, None)
             self._received.pop(request_id, None)
+
+    def preempt(self, request_id: str) -> None:
+        """Forget a request, but for the outcome of its send.
+
+        A prefill server that resumes the request sends it to no server again, and reports this
+        outcome. FastDeploy preempts the requests that it aborts, too, and never resumes those: so
+        only the last ``MAX_PREEMPTED`` outcomes are kept.
+        """
+        with self._lock:
+            self._received.pop(request_id, None)
+            if (sent := self._sent.pop(request_id, None)) is not None:
+                self._preempted[request_id] = sent
+                if len(self._preempted) > MAX_PREEMPTED:
+                    del self._preempted[next(iter(self._preempted))]
 
 
 def _outcome(end: EngineFuture[str]) -> str:
