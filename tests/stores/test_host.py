@@ -426,6 +426,23 @@ async def test_requests_for_prompts_that_the_service_lacks_do_not_ask_it(
 
 
 @pytest.mark.asyncio
+async def test_processes_of_other_users_are_refused_on_both_sides(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, user = folder / "host.sock", os.getuid()
+    async with HostService(path, 8 * PITCH):
+        assert path.stat().st_mode & 0o777 == 0o600
+        monkeypatch.setattr("aiokv.wire.sockets.os.getuid", lambda: user + 1)
+        with pytest.raises(StoreError, match=f"runs as user {user}, not as user {user + 1}"):
+            await attach(path, Blocks().memory)
+        monkeypatch.setattr("aiokv.stores.host.link.check_user", lambda _: None)
+        with pytest.raises(StoreError, match="cannot be used"):
+            await attach(path, Blocks().memory)
+        monkeypatch.undo()
+        assert (await inspect(path)).sizes == []
+
+
+@pytest.mark.asyncio
 async def test_an_engine_of_another_version_is_refused(
     server: HostServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
