@@ -628,6 +628,15 @@ async def test_local_store_is_asked_for_what_follows_the_blocks_of_a_remote_one(
         assert s.set.statistics()[0].spared_lookups == 1
 
 
+async def test_copies_of_other_groups_are_looked_up_only_if_one_may_be_stored():
+    store = await put(IndexedStore("disk"), [3])
+    async with Stores(store) as s:
+        assert np.isinf((await s.set.find(digests([1, 2]))).seconds).all()
+        assert (store.calls["lookup"], s.set.statistics()[0].spared_lookups) == (0, 1)
+        assert np.isfinite((await s.set.find(digests([1, 2, 3]))).seconds).tolist() == [0, 0, 1]
+        assert store.calls["lookup"] == 1
+
+
 async def test_filter_of_a_followed_store_spares_lookups_of_prompts_that_it_never_had():
     store = FollowedStore()
     await put(store, [1, 2])
