@@ -10,8 +10,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TREE = os.environ.get("FASTDEPLOY_TREE")
 if TREE is None:
@@ -22,6 +26,12 @@ REPOSITORY = Path(__file__).parents[2]
 # Tests that use no internals of the cache manager. FastDeploy's own cache manager v1 fails two:
 # they assert calls of the old interface.
 MODULE = "tests/v1/test_resource_manager_v1.py"
+# Tests of the files that the patch changes for prefill and decode servers, and of their engine.
+EXCHANGE = (
+    "tests/splitwise/test_splitwise_connector.py",
+    "tests/output/test_token_processor.py",
+    "tests/engine/test_common_engine.py",
+)
 OWN_FAILURES = {
     "v1": {"test_free_blocks_with_extend_tables", "test_get_prefix_cached_blocks_with_revert"},
     "v0": set(),
@@ -37,12 +47,14 @@ OF_ROLES = {
 }
 
 
-def failures(folder: Path, manager: str, interface: str) -> set[str]:
+def failures(
+    folder: Path, manager: str, interface: str, modules: Sequence[str] = (MODULE,)
+) -> set[str]:
     """Return the names of the failed tests; print the counts."""
     folder.mkdir()
     result = subprocess.run(
         [sys.executable, "-m", "tests.connectors.fastdeploy_own_tests", TREE, str(folder), manager,
-         interface, MODULE],
+         interface, *modules],
         cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=300, check=False,
     )  # fmt: skip
     outcomes = json.loads(result.stdout.strip().rpartition("\n")[2])
@@ -64,3 +76,10 @@ def test_own_tests_that_fail_fail_without_the_connector_or_are_of_refused_roles(
     own = failures(tmp_path / "own", "own", interface)
     assert own == OWN_FAILURES[interface]
     assert failures(tmp_path / "aiokv", "aiokv", interface) == own | OF_ROLES[interface]
+
+
+def test_own_tests_of_the_exchange_between_servers_pass_without_cache_manager_v1(tmp_path):
+    """The one that fails does so without the patch, too."""
+    assert failures(tmp_path / "own", "own", "v0", EXCHANGE) == {
+        "test_control_sleep_defaults_tags_and_dispatches_cache_transfer"
+    }

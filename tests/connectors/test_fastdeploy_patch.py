@@ -149,6 +149,9 @@ def test_requests_whose_blocks_never_arrive_are_dropped():
     assert {**resources.requests, **resources.req_dict} == {}
 
 
+ENVS = SimpleNamespace(ENABLE_V1_KVCACHE_MANAGER=True)
+
+
 def peer_engine(**calls: object) -> SimpleNamespace:
     """Return what the changes use of FastDeploy's engine, with a manager that has peers."""
     manager = SimpleNamespace(has_peers=True, **calls)
@@ -163,8 +166,8 @@ def peer_engine(**calls: object) -> SimpleNamespace:
 def test_tickets_travel_with_the_answer_of_the_decode_server():
     engine = peer_engine(begin_receive=lambda task: f"ticket of {task}")
     lines = lines_between("begin_receive", "splitwise_connector.py")
-    start = next(i for i, line in enumerate(lines) if '"has_peers"' in line)
-    names = {"self": engine, "info": {}, "tasks": ["a"], "i": 0}
+    start = next(i for i, line in enumerate(lines) if ".has_peers:" in line)
+    names = {"self": engine, "info": {}, "tasks": ["a"], "i": 0, "envs": ENVS}
     run(lines[start : start + 2], **names)
     assert names["info"] == {"ticket": "ticket of a"}
     sent, ids = [], []
@@ -182,7 +185,7 @@ def test_tickets_travel_with_the_answer_of_the_decode_server():
         {"request_id": "d", "error_msg": "full"},
     ):
         body = [line for line in lines[start:] if line]
-        run(body, self=engine, task=task, payload=[])  # no queue is written
+        run(body, self=engine, task=task, payload=[], envs=ENVS)  # no queue is written
     assert sent == [("a", "b"), ("c", None)]
     assert ids == [{}, {"a": "finished"}], "the send begins before the request can be scheduled"
     assert engine.current_request_ids == {"a": "finished", "c": "finished", "d": "full"}
@@ -192,9 +195,9 @@ def test_first_tokens_wait_for_the_blocks_on_both_servers():
     engine = peer_engine(finished_sends=lambda name: [(name, "finished")])
     lines = lines_between("finished_sends", "token_processor.py")
     start = next(i for i, line in enumerate(lines) if "get_finished_req" in line)
-    envs, names = SimpleNamespace(ENABLE_V1_KVCACHE_MANAGER=True), {"self": engine, "task_id": "a"}
+    names = {"self": engine, "task_id": "a", "envs": ENVS}
     run([*lines[start : start + 3], "found.append(finished_task_ids)".rjust(47)],
-        found=(found := []), envs=envs, **names)  # fmt: skip
+        found=(found := []), **names)  # fmt: skip
     assert found == [[("a", "finished")]]
     arrived = {"a"}
     engine.resource_manager.cache_manager.has_received = lambda output: output.request_id in arrived
@@ -204,7 +207,7 @@ def test_first_tokens_wait_for_the_blocks_on_both_servers():
     for name in "ab":
         output = SimpleNamespace(request_id=name)
         body = ["for req_output in outputs:", *(line[12:] for line in lines[start : start + 4])]
-        run(body, self=engine, envs=envs, outputs=[output], waiting_request_outputs=waiting,
+        run(body, self=engine, envs=ENVS, outputs=[output], waiting_request_outputs=waiting,
             ready_request_outputs=ready)  # fmt: skip
     assert [output.request_id for output in waiting] == ["b"]
     assert [output.request_id for output in ready] == ["a"]
@@ -212,15 +215,15 @@ def test_first_tokens_wait_for_the_blocks_on_both_servers():
 
 def test_a_prefill_server_with_peers_waits_for_no_other_process():
     lines = lines_between("finished_ids.extend", "common_engine.py")
-    start = next(i for i, line in enumerate(lines) if '"has_peers"' in line)
+    start = next(i for i, line in enumerate(lines) if ".has_peers:" in line)
     finished: list[str] = []
     run(lines[start : start + 4], self=peer_engine(), finished_ids=finished,
-        need_check_req_ids=["a", "b"])  # fmt: skip
+        need_check_req_ids=["a", "b"], envs=ENVS)  # fmt: skip
     assert finished == ["a", "b"]
     lines = lines_between("no process reads", "splitwise_connector.py")
-    start = next(i for i, line in enumerate(lines) if '"has_peers"' in line)
+    start = next(i for i, line in enumerate(lines) if ".has_peers:" in line)
     run(["def send(self, cache_info):", *(line[4:] for line in lines[start:]), "send(engine, [])"],
-        engine=peer_engine())  # fmt: skip
+        engine=peer_engine(), envs=ENVS)  # fmt: skip
 
 
 def test_workers_with_peers_do_not_let_attention_kernels_report_layers(monkeypatch):
