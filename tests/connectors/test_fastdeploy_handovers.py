@@ -177,7 +177,7 @@ def servers(folder: Path, **sizes) -> Iterator[Pair]:
 
 @pytest.fixture(autouse=True)
 def _secret(monkeypatch):
-    monkeypatch.setenv(peers.SECRET, SECRET)
+    monkeypatch.setenv(peers.SECRET_VARIABLE, SECRET)
 
 
 def output_of(name: str) -> SimpleNamespace:
@@ -428,10 +428,10 @@ def test_peers_come_from_the_environment(monkeypatch):
     assert (found.listen, found.key, found.layer_ranges) == ("127.0.0.1", SECRET.encode(), 4)
     assert peers.peers_of(role_config("prefill")).listen is None
     assert peers.peers_of(role_config("mixed")) is None
-    monkeypatch.setenv(peers.TRANSPORT, "carrier pigeon")
+    monkeypatch.setenv(peers.TRANSPORT_VARIABLE, "carrier pigeon")
     with pytest.raises(ConfigError, match="carrier pigeon"):
         peers.peers_of(role_config("decode"))
-    monkeypatch.delenv(peers.SECRET)
+    monkeypatch.delenv(peers.SECRET_VARIABLE)
     assert peers.peers_of(role_config("decode")) is None
 
 

@@ -228,7 +228,7 @@ def test_a_prefill_server_with_peers_waits_for_no_other_process():
 
 def test_workers_with_peers_do_not_let_attention_kernels_report_layers(monkeypatch):
     """The attention backend reads the mode when it is created: no process reads the reports."""
-    monkeypatch.setenv(peers.SECRET, "a secret of the test")
+    monkeypatch.setenv(peers.SECRET_VARIABLE, "a secret of the test")
     paddle = SimpleNamespace(is_compiled_with_cuda=lambda: False)
     monkeypatch.setattr(controller, "import_paddle", lambda: paddle)
     config = fd_config(16, 0)

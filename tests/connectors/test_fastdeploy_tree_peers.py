@@ -46,7 +46,7 @@ def tree(tmp_path_factory):
 def servers(monkeypatch, tmp_path):
     """Makes a prefill server and a decode server."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv(peers.SECRET, "a secret of the test")
+    monkeypatch.setenv(peers.SECRET_VARIABLE, "a secret of the test")
     drives = []
 
     def start(chance: random.Random, *, host_blocks: int = 0, ranks: int = 1) -> PeerRoles:

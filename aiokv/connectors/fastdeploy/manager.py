@@ -91,6 +91,9 @@ class CacheManager:
             ``FD_DECODE_PREALLOC_BLOCK_TIMEOUT``, or 600 s.
         options: further fields of :class:`aiokv.CacheConfig`, such as ``model`` for stores.
 
+    Attributes:
+        has_peers: True if the workers exchange prompts with other servers.
+
     The engine opens with ``open``, or at the first verb that needs it, so that
     ``update_cache_config`` may come first. Numbers of blocks can be read before.
 

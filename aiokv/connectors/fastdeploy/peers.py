@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from aiokv import Peers
 
-SECRET: Final = "AIOKV_PEERS_SECRET"  # variables of the environment
-TRANSPORT: Final = "AIOKV_PEERS_TRANSPORT"
+SECRET_VARIABLE: Final = "AIOKV_PEERS_SECRET"
+TRANSPORT_VARIABLE: Final = "AIOKV_PEERS_TRANSPORT"
 
 LAYER_RANGES: Final = 4  # parts of the layers that move while the model computes the others
 
@@ -27,10 +27,10 @@ def peers_of(config: Any) -> Peers | None:
         ConfigError: the secret is too short, or the transport unknown; see :class:`aiokv.Peers`.
     """
     role = getattr(getattr(config, "scheduler_config", None), "splitwise_role", "mixed")
-    secret = os.environ.get(SECRET)
+    secret = os.environ.get(SECRET_VARIABLE)
     if not secret or role not in ("prefill", "decode"):
         return None
-    transport: Any = os.environ.get(TRANSPORT, "tcp")
+    transport: Any = os.environ.get(TRANSPORT_VARIABLE, "tcp")
     return Peers(
         secret=secret,
         listen=config.host_ip if role == "decode" else None,
