@@ -359,11 +359,10 @@ class SchedulerHalf:
         waits = num_loaded > 0 and not cached.loads_in_step
         if is_first and not waits and self._computing is not None:
             self._computing += 1
-        if num_loaded == 0:
-            return
-        if waits:
+        if waits or cached.request_id in self._loads.requests:
             self._loads.add(cached, self._blocks_of(cached))
-        self._loads.defer(cached)
+        if num_loaded:
+            self._loads.defer(cached)
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers for a step that was scheduled."""

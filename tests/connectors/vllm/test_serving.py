@@ -1156,6 +1156,29 @@ def test_requests_with_loaded_blocks_do_not_block_one_another(make_server: MakeS
         assert server.outputs[f"r{i}"] == generate(known, 0, 2)
 
 
+def test_a_load_begins_in_the_step_that_gives_a_loaded_request_its_other_blocks(
+    make_server: MakeServer,
+) -> None:
+    """The blocks that the request has got since are not counted as missing any more."""
+    server = make_server({"load": "async"}, num_blocks=24)
+    tokens = [prompt(0, 32), prompt(1, 32)]
+    for i, known in enumerate(tokens):
+        server.add(f"first{i}", known, 1)
+        evict_all(server)
+    # The first needs 12 of 23 blocks, of which the load has 8. That leaves 11 for the second one,
+    # which needs 10.
+    first = server.add("a", tokens[0] + prompt(10, 13), 4)
+    while "a" not in server.scheduler.finished_recving_kv_req_ids:
+        server.step()
+    second = server.add("b", tokens[1] + prompt(11, 4), 1)
+    server.step()
+    assert first.status == RequestStatus.RUNNING
+    assert second.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    server.run()
+    assert server.outputs["a"] == generate(first.prompt_token_ids, 0, 4)
+    assert server.loaded(second) == 32
+
+
 def test_abort_of_a_load_that_has_not_begun(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
