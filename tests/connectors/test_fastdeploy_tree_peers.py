@@ -49,10 +49,12 @@ def servers(monkeypatch, tmp_path):
     monkeypatch.setenv(peers.SECRET_VARIABLE, "a secret of the test")
     drives = []
 
-    def start(chance: random.Random, *, host_blocks: int = 0, ranks: int = 1) -> PeerRoles:
+    def start(
+        chance: random.Random, *, host_blocks: int = 0, ranks: int = 1, drafts: int = 0
+    ) -> PeerRoles:
         for role in ("prefill", "decode"):
             config = fd_config(
-                60, host_blocks, seats=12, policy="write_through", drafts=0, images=False,
+                60, host_blocks, seats=12, policy="write_through", drafts=drafts, images=False,
                 port=next(PORTS), role=role, ranks=ranks,
             )  # fmt: skip
             config.host_ip = "127.0.0.1"
@@ -133,11 +135,13 @@ def test_first_layers_arrive_before_the_last_one_is_computed(servers, ranks):
     assert check_outputs(roles) == 1
 
 
-@pytest.mark.parametrize("host_blocks", [0, 80])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_random_prompts_read_no_wrong_kv(servers, host_blocks, ranks):
-    chance = random.Random(f"{os.environ.get('FASTDEPLOY_SEED', '1')} {host_blocks} {ranks}")
-    roles = servers(chance, host_blocks=host_blocks, ranks=ranks)
+@pytest.mark.parametrize(
+    ("host_blocks", "ranks", "drafts"), [(0, 1, 0), (0, 2, 0), (80, 1, 0), (80, 2, 0), (80, 1, 1)]
+)
+def test_random_prompts_read_no_wrong_kv(servers, host_blocks, ranks, drafts):
+    seed = os.environ.get("FASTDEPLOY_SEED", "1")
+    chance = random.Random(f"{seed} {host_blocks} {ranks} {drafts}")
+    roles = servers(chance, host_blocks=host_blocks, ranks=ranks, drafts=drafts)
     for number in range(40):
         shared = list(range(chance.choice((4, 12, 40))))
         own = [chance.randrange(900) for _ in range(chance.randrange(1, 40))]
