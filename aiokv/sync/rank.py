@@ -281,18 +281,25 @@ class RankThread(Unique):
         """
         cross(self._thread, self._rank.step, step, event)
 
-    def layers_done(self, mark: bytes, event: Event | None = None) -> None:
-        """Let named layers be sent by this rank; see :meth:`aiokv.ranks.Rank.layers_done`.
+    def layers_done(self, *marks: bytes, event: Event | None = None) -> None:
+        """Let named layers be sent by this rank, in one crossing.
+
+        See :meth:`aiokv.ranks.Rank.layers_done`.
 
         Args:
-            mark: what ``SyncSending.layers_done`` has returned.
+            marks: what ``SyncSending.layers_done`` has returned, one per prompt and layer.
             event: recorded after the work that computes the layers; None when it has finished.
 
         Raises:
-            UsageError: as there, or the thread was not started. Nothing changed.
+            UsageError: as there, or the thread was not started. The marks before the wrong one
+                count.
             ClosedError, BrokenEngineError: the rank has ended.
         """
-        cross(self._thread, self._rank.layers_done, mark, event)
+        cross(self._thread, self._layers_done, marks, event)
+
+    def _layers_done(self, marks: tuple[bytes, ...], event: Event | None) -> None:
+        for mark in marks:
+            self._rank.layers_done(mark, event)
 
     # --- statistics -------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from aiokv.connectors.fastdeploy import (
     peers,
 )
 from aiokv.connectors.fastdeploy.metadata import layer_marks_of
-from aiokv.errors import ConfigError
+from aiokv.errors import ConfigError, LeaseError
 from aiokv.ranks import RankGroup
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_requests import count_crossings, finish, prompt
@@ -238,6 +238,19 @@ def test_a_chunk_and_its_layers_cross_once(tmp_path, monkeypatch):
         for _ in range(3):
             pair.prefill.run()
         assert len(counts) == crossings, "nothing has changed"
+
+
+def test_a_prompt_moves_as_a_whole_where_its_layers_cannot_be_announced(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise LeaseError("the lease was released")
+
+    monkeypatch.setattr(handovers.Sent, "layers_done", fail)
+    with servers(tmp_path) as pair:
+        source, _ = pair.begin("a", prompt(1, 4))
+        names = pair.prefill.compute(source, 16)
+        assert layer_marks_of(SimpleNamespace(hash_values=names)) == []
+        pair.prefill.run()  # commits the prompt
+        assert pair.outcomes("a") == ("finished", "finished")
 
 
 def test_nothing_is_ready_or_shared_before_the_prompt_has_arrived(tmp_path):

@@ -130,8 +130,9 @@ def test_a_batch_without_requests_reaches_the_workers():
     assert sent == [("step", None)]
 
 
-def test_requests_whose_blocks_never_arrive_are_dropped():
+def test_requests_whose_blocks_never_arrive_end_with_an_error():
     late, freed = SimpleNamespace(request_id="a", idx=1), []
+    errors: list[tuple[str, str]] = []
     resources = SimpleNamespace(
         enable_cache_manager_v1=True,
         cache_manager=SimpleNamespace(expired_requests=lambda: [late]),
@@ -143,8 +144,9 @@ def test_requests_whose_blocks_never_arrive_are_dropped():
     )
     lines = lines_between("expired_requests", "resource_manager_v1.py")
     start = next(i for i, line in enumerate(lines) if "if self.enable" in line)
-    run(lines[start : start + 7], self=resources)
+    run(lines[start : start + 8], self=resources, error_reqs=errors)
     assert freed == [late]
+    assert [request_id for request_id, _ in errors] == ["a"]
     assert (resources.tasks_list, resources.stop_flags) == ([None, None], [True, True])
     assert {**resources.requests, **resources.req_dict} == {}
 

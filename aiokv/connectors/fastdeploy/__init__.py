@@ -13,7 +13,7 @@ What changes in FastDeploy with its cache manager v1 (``ENABLE_V1_KVCACHE_MANAGE
 5. ``ResourceManagerV1.add_request()`` calls ``begin_fetch(request)`` at its end.
 6. The loop of the worker process calls ``cache_controller.submit_swap_tasks`` for a batch without
    requests, too. For a batch with requests, the model runner calls it.
-7. On decode servers, ``ResourceManagerV1.schedule()`` drops what ``expired_requests`` returns.
+7. On decode servers, ``ResourceManagerV1.schedule()`` ends what ``expired_requests`` returns.
 8. With peers, the answer of a decode server has the ticket of ``begin_receive``, with which the
    prefill server calls ``begin_send``.
 9. With peers, first tokens wait for ``finished_sends``, and then for ``has_received``.

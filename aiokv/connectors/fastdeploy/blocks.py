@@ -538,7 +538,9 @@ class RequestBlocks:
             announced = self.handovers.record_layers(calls, due)
             if len(calls):
                 self._run(calls)  # blocks of the closed step may have to be saved first
-            self._layer_marks = [mark for answer in announced for mark in answer.value]
+            self._layer_marks = [
+                mark for answer in announced if answer.error is None for mark in answer.value
+            ]
             self._has_committed = False
             self._note_batch(due)
             self._note_looks(looked, ahead, extended)

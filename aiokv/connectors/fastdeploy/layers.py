@@ -35,13 +35,19 @@ class Layers(Protocol):
         """Raise the failure of a transfer."""
 
 
+class LayersDone(Protocol):
+    """See :meth:`aiokv.sync.RankThread.layers_done`."""
+
+    def __call__(self, *marks: bytes, event: Any) -> None: ...
+
+
 class ComputedLayers:
     """Layers of a batch that can be sent when the model has computed them.
 
     Args:
         marks: numbers of layers, and the marks for when so many are computed; see
             :meth:`aiokv.ranks.Rank.layers_done`.
-        layers_done: gets a mark, and an event behind the work.
+        layers_done: gets the marks of layers, and an event behind their work.
         new_event: returns an event that was recorded just now on the stream of the model; None
             where all submitted work has finished.
     """
@@ -49,7 +55,7 @@ class ComputedLayers:
     def __init__(
         self,
         marks: Sequence[tuple[int, bytes]],
-        layers_done: Callable[[bytes, Any], None],
+        layers_done: LayersDone,
         new_event: Callable[[], Any] | None,
     ) -> None:
         self._marks = marks
@@ -62,9 +68,7 @@ class ComputedLayers:
         if not due:
             return
         self._marks = [named for named in self._marks if named[0] > num_layers]
-        event = None if self._new_event is None else self._new_event()
-        for mark in due:
-            self._layers_done(mark, event)
+        self._layers_done(*due, event=None if self._new_event is None else self._new_event())
 
 
 class LayerDoneCounter:
