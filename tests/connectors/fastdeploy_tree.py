@@ -230,6 +230,7 @@ class Drive:
         self.limits: dict[str, int] = {}
         self.ended: set[str] = set()
         self.aborted: set[str] = set()
+        self.errors: dict[str, str] = {}  # for clients, by request
         self.cached_tokens = 0
         self.computed_tokens = 0  # positions of prompts
         self.preemptions = 0
@@ -289,6 +290,7 @@ class Drive:
             elif self.answers:
                 self.take(self.answers.popleft())
         assert self.is_idle, f"{len(self.manager.requests)} requests are left"
+        assert self.errors == {}
         if self.block_hasher is not None:
             return
         engine = self.manager.cache_manager.engine
@@ -298,6 +300,7 @@ class Drive:
         """Compute each batch, and take its results, before the next one is scheduled."""
         for _ in range(num_steps):
             if self.is_idle:
+                assert self.errors == {}
                 return
             self.schedule()
             self.compute()
@@ -307,7 +310,7 @@ class Drive:
 
     def schedule(self) -> None:
         batch, errors = self.manager.schedule()
-        assert not errors
+        self.errors.update(errors)
         if len(batch) or batch.cache_evict_metadata:
             for task in batch:
                 if task.task_type.value == Type.PREFILL.value:
@@ -518,6 +521,8 @@ class Roles:
                 self.step_decode()
         assert not [*self.waiting, *self.computed, *left]
         assert not self.prefill.manager.requests
+        assert self.prefill.errors == {}
+        assert self.decode.errors.keys() <= self.lost_requests
 
 
 class PeerRoles(Roles):

@@ -270,9 +270,10 @@ def test_prefill_and_decode_servers_read_no_wrong_kv(monkeypatch, tmp_path, host
         for name in list(roles.lost_requests):
             output = SimpleNamespace(request_id=name)
             clock.now += 501.0
-            decode.manager.schedule()
+            decode.schedule()
             decode.manager.add_prefilled_request(output)  # too late
         assert not decode.manager.requests
+        assert bool(decode.errors) == (lost > 0.0)
         assert bool(roles.lost_requests) == (lost > 0.0)
         for name, request in decode.requests.items():
             tokens = list(roles.prompts[name])
