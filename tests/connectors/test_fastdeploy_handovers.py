@@ -448,6 +448,13 @@ def test_peers_come_from_the_environment(monkeypatch):
     assert peers.peers_of(role_config("decode")) is None
 
 
+def test_layers_are_announced_to_transports_that_send_parts_of_blocks(monkeypatch):
+    assert peers.layer_ends(10) == (2, 5, 7)
+    assert peers.layer_ends(2) == (1,)
+    monkeypatch.setenv(peers.TRANSPORT_VARIABLE, "cuda_ipc")
+    assert peers.layer_ends(10) == ()
+
+
 def test_servers_without_peers_leave_the_transfer_to_fastdeploy():
     manager = CacheManager(role_config("decode"))
     assert not manager.has_peers

@@ -42,7 +42,9 @@ def peers_of(config: Any) -> Peers | None:
 def layer_ends(num_layers: int) -> tuple[int, ...]:
     """Return the ends of the ranges of layers, but for the last one.
 
-    The last range is sent when the positions are committed.
+    The last range is sent when the positions are committed. ``cuda_ipc`` sends whole blocks only.
     """
+    if os.environ.get(TRANSPORT_VARIABLE) == "cuda_ipc":
+        return ()
     ranges = min(LAYER_RANGES, num_layers)
     return tuple(number * num_layers // ranges for number in range(1, ranges))
