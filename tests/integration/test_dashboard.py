@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 import subprocess
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,6 +213,7 @@ class Scraped:
         self.engines = engines
         self._folder = folder
         self._answers = 0
+        self._open = 0  # connections
         self._scraped = asyncio.Event()
         self._client = httpx.AsyncClient(timeout=PATIENCE_SECONDS)
         self._server = Server(self._command, folder / "log", is_ready=self._is_ready)
@@ -258,16 +259,29 @@ class Scraped:
             self._server.kill()
             page.close()
             await page.wait_closed()
+            await run_until_idle(lambda: self._open == 0)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            await self._answer_with(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the server was killed
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            self._open -= 1
+
+    async def _answer_with(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await reader.readuntil(b"\r\n\r\n")
         self._answers += 1
         body = (exposition(self.engines) + vllm_page(self._answers)).encode()
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         await writer.drain()
-        writer.close()
-        await writer.wait_closed()
         self._scraped.set()
 
     async def get(self, path: str, **parameters: Any) -> Any:

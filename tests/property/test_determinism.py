@@ -63,9 +63,9 @@ def test_replayed_calls_give_equal_results(seed: int, monkeypatch: pytest.Monkey
         recorders.append(Recorder(Core(**sizes)))
         return recorders[-1]
 
-    def subscribe(recorder: Recorder, max_blocks: int) -> EventStream:
+    def subscribe(recorder: Recorder, max_blocks: int, with_stores: bool) -> EventStream:
         """Subscribe to events; the replay does not, because no decision depends on them."""
-        return EventStream(recorder.core, max_blocks)
+        return EventStream(recorder.core, max_blocks, with_stores)
 
     monkeypatch.setattr("aiokv.scheduler.plans.Core", record)
     monkeypatch.setattr("aiokv.scheduler.events.EventStream", subscribe)

@@ -143,11 +143,12 @@ void BlockEvents::report_stored(Stream& stream, NodeId node) {
 }
 
 // Returns the last run of this event and medium if `takes` accepts another block for it; null if a
-// new run is needed. Most blocks are on both media, and runs of different media may be exchanged,
-// so the last two runs are checked.
+// new run is needed. Most blocks are on several media, and a run of a tier may come before those of
+// other media, so the last run of each medium is checked. A store is reported after the tiers.
 template <class Takes>
 BlockRun* BlockEvents::open_run(Stream& stream, BlockEvent event, Medium medium, Takes takes) {
-    for (std::size_t i = 1; i <= std::min<std::size_t>(stream.queue.size(), 2); ++i) {
+    const std::size_t most = medium == Medium::kStore ? 1 : std::size(kMedia);
+    for (std::size_t i = 1; i <= std::min(stream.queue.size(), most); ++i) {
         BlockRun& run = stream.queue[stream.queue.size() - i];
         if (run.event != event) return nullptr;
         if (run.medium != medium) continue;
