@@ -126,7 +126,9 @@ class Server:
         self.scheduler: Any = Scheduler(
             vllm_config=config,
             kv_cache_config=cache,
-            structured_output_manager=SimpleNamespace(should_advance=lambda request: False),
+            structured_output_manager=SimpleNamespace(
+                should_advance=lambda request: False, accept_tokens=lambda request, tokens: True
+            ),
             block_size=BLOCK_TOKENS,
             mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda model_config: False),
             log_stats=True,
