@@ -359,21 +359,28 @@ def test_the_readme_has_the_ratios_of_hits_where_host_memory_is_short():
 
 
 def test_cpu_time_in_vllms_scheduler():
-    names = ("vllm_scheduler", "vllm_scheduler-h100")
-    measured = [results(name)["benches"]["vllm_scheduler"] for name in names]
-    rows = {
-        "a new prompt of 1,024": ("request_us", "miss"),
-        "the same, all blocks": ("request_us", "hit"),
-        "a decode step of 256": ("step_us", "256"),
-        "a prompt of 100,000": ("waiting_us", "100000"),
-    }
-    keys = (("vllm", "added", "offloading", "engine"), ("vllm", "added", "engine"))
-    for start, (unit, name) in rows.items():
-        values = [
-            each[unit][name][key] for each, of in zip(measured, keys, strict=True) for key in of
-        ]
+    scenarios = [("request_us", "miss"), ("request_us", "hit")]
+    scenarios += [("step_us", "256"), ("waiting_us", "100000")]
+
+    def shown(name: str, scenario: tuple[str, str], keys: tuple[str, ...]) -> list[str]:
+        measured = results(name)["benches"]["vllm_scheduler"][scenario[0]][scenario[1]]
         # Differences that are too small to be measured may be negative.
-        assert cells_of(MEASURED, start)[1:] == [f"{max(us, 0):,.0f} µs" for us in values]
+        return [f"{max(measured[key], 0):,.0f} µs" for key in keys]
+
+    starts = (
+        "a new prompt of 1,024",
+        "the same, all blocks",
+        "a decode step of 256",
+        "a prompt of 100,",
+    )
+    keys = ("vllm", "added", "offloading", "engine")
+    for start, scenario in zip(starts, scenarios, strict=True):
+        both = [shown(f"vllm_scheduler{name}", scenario, keys) for name in ("", "-0.32.0")]
+        assert cells_of(MEASURED, start)[1:] == [cell for cells in both for cell in cells]
+    starts = ("prompt of 1,024", "prompt in host memory", "decode step of 256", "waiting prompt")
+    keys = ("vllm", "added", "engine")
+    for start, scenario in zip(starts, scenarios, strict=True):
+        assert cells_of(MEASURED, start)[1:] == shown("vllm_scheduler-h100", scenario, keys)
 
 
 @pytest.mark.parametrize(("name", "kib"), [("128 KiB", 128), ("2 MiB", 2_048)])
