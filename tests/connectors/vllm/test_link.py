@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,27 @@ def test_ended_loads_do_not_count_as_queued() -> None:
     assert not link.suits_step(1, deferred_blocks=0, has_others=False)
     load.is_done = True
     assert link.suits_step(1, deferred_blocks=0, has_others=False)
+
+
+def test_a_load_begins_behind_the_last_one_that_has_not_ended() -> None:
+    link = LoadQueue(MIB, lambda: 1_000.0 * MIB, 0.05, lambda: 1.0)
+    first, last = Load(), Load()
+    for load in (first, last):
+        link.add(load, 100)
+    assert link.seconds_of(10) == pytest.approx(0.21)
+    last.is_done = True
+    assert link.seconds_of(10) == pytest.approx(0.11)
+
+
+def test_an_ended_load_is_not_kept_while_later_ones_go_on() -> None:
+    link, load = make_link(), Load()
+    ended = weakref.ref(load)
+    link.add(load, 1)
+    link.add(Load(), 1)
+    load.is_done = True
+    del load
+    link.add(Load(), 1)
+    assert ended() is None
 
 
 @pytest.mark.parametrize(("blocks", "suits"), [(50, True), (51, False)])
