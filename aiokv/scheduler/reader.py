@@ -696,7 +696,7 @@ class CacheReader:
     def block_events(self, max_queued_blocks: int, *, with_stores: bool = False) -> BlockEvents:
         """Return a stream of the blocks that the tiers hold, and of their changes.
 
-        Args: as of ``BlockEvents``.
+        See :class:`BlockEvents` for the arguments.
         """
         return BlockEvents(self._core, max_queued_blocks, with_stores=with_stores)
 

@@ -6,7 +6,6 @@ Runs where ``FASTDEPLOY_TREE`` names a tree of FastDeploy's source, and Paddle i
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.connectors.fastdeploy_source import TREE
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-TREE = os.environ.get("FASTDEPLOY_TREE")
-if TREE is None:
-    pytest.skip("FASTDEPLOY_TREE names no tree of FastDeploy", allow_module_level=True)
-pytest.importorskip("paddle")
 
 REPOSITORY = Path(__file__).parents[2]
 # Tests that use no internals of the cache manager. FastDeploy's own cache manager v1 fails two:

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from itertools import count
-from multiprocessing import resource_tracker
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,21 +15,10 @@ from aiokv.connectors.fastdeploy import blocks, handovers
 from aiokv.connectors.fastdeploy.metrics import PUBLISH_CALLS
 from aiokv.testing import ScriptedDevice
 from tests.connectors.fastdeploy_server import BLOCK, next_token
+from tests.connectors.fastdeploy_source import PORTS, tree  # noqa: F401
+from tests.connectors.fastdeploy_tree import Drive, Roles, fd_config
 
-TREE = os.environ.get("FASTDEPLOY_TREE")
-if TREE is None:
-    pytest.skip("FASTDEPLOY_TREE names no tree of FastDeploy", allow_module_level=True)
-pytest.importorskip("paddle")
-
-from tests.connectors.fastdeploy_tree import Drive, Roles, fd_config, import_tree  # noqa: E402
-
-PORTS = count(20_000 + os.getpid() % 10_000)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tree(tmp_path_factory):
-    resource_tracker.ensure_running()  # of FastDeploy's shared memory, for the whole process
-    import_tree(Path(TREE), tmp_path_factory.mktemp("tree"))
+pytestmark = pytest.mark.usefixtures("tree")
 
 
 def random_requests(drive: Drive, chance: random.Random, num: int, *, images: bool) -> list[str]:

@@ -9,9 +9,6 @@ import os
 import random
 import time
 from functools import partial
-from itertools import count
-from multiprocessing import resource_tracker
-from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -22,24 +19,13 @@ import pytest
 from aiokv.connectors.fastdeploy import peers
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_server import LAYERS, Worker, next_token
+from tests.connectors.fastdeploy_source import PORTS, tree  # noqa: F401
+from tests.connectors.fastdeploy_tree import Drive, PeerRoles, fd_config
 
 if TYPE_CHECKING:
     from aiokv.sync import SyncEngine
 
-TREE = os.environ.get("FASTDEPLOY_TREE")
-if TREE is None:
-    pytest.skip("FASTDEPLOY_TREE names no tree of FastDeploy", allow_module_level=True)
-pytest.importorskip("paddle")
-
-from tests.connectors.fastdeploy_tree import Drive, PeerRoles, fd_config, import_tree  # noqa: E402
-
-PORTS = count(30_000 + os.getpid() % 10_000)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tree(tmp_path_factory):
-    resource_tracker.ensure_running()  # of FastDeploy's shared memory, for the whole process
-    import_tree(Path(TREE), tmp_path_factory.mktemp("tree"))
+pytestmark = pytest.mark.usefixtures("tree")
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ class KeyCounts {
     KeyCounts() = default;  // counts nothing
     explicit KeyCounts(std::span<std::uint8_t> counters) : counters_(counters) {}
 
+    bool counts() const { return !counters_.empty(); }
+
     // Any thread.
     void add(const StoreKey& key) const { change(key, 1); }
     void remove(const StoreKey& key) const { change(key, -1); }
@@ -50,7 +52,7 @@ class KeyCounts {
     }
 
     void change(const StoreKey& key, int by) const {
-        if (counters_.empty()) return;
+        if (!counts()) return;
         for (const std::uint64_t place : places(key, counters_.size())) {
             const std::atomic_ref<std::uint8_t> counter(counters_[place]);
             std::uint8_t count = counter.load(std::memory_order_relaxed);

@@ -40,12 +40,13 @@ SlotTable::SlotTable(std::size_t capacity)
 
 template <class Visit>
 void SlotTable::for_each_stored(Visit visit) const {
-    for (std::uint32_t slot = recency_.front(); slot != kNoSlot; slot = slots_[slot].next) {
-        visit(slots_[slot].key);
+    for (std::uint32_t slot = 0; slot < high_water_; ++slot) {
+        if (slots_[slot].state == SlotState::kStored) visit(slots_[slot].key);
     }
 }
 
 SlotTable::~SlotTable() {
+    if (!counts_.counts()) return;
     for_each_stored([&](const StoreKey& key) { counts_.remove(key); });
 }
 
