@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.vllm.cell import DOCUMENT_REQUESTS, DOCUMENTS_TOKENS, HOST_HITS_TOKENS, LOADS, Cell
+from bench.vllm.cell import (
+    DOCUMENT_REQUESTS,
+    DOCUMENTS_TOKENS,
+    HOST_HITS_TOKENS,
+    LOADS,
+    LONG_ANSWER_TOKENS,
+    Cell,
+)
 from bench.vllm.model import block_bytes
 from bench.vllm.report import compare_outputs, print_tables
 from bench.vllm.servers import BLOCK_TOKENS, SERVERS, Settings
@@ -105,7 +112,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--document-clients",
         type=int,
-        nargs="+",
+        nargs="*",
         choices=DOCUMENT_REQUESTS,
         default=list(DOCUMENT_REQUESTS),
         help="of the load documents; default: %(default)s",
@@ -117,6 +124,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="RATE",
         help="of documents: requests per second that arrive at random times; default: none",
+    )
+    parser.add_argument(
+        "--answer-tokens",
+        type=int,
+        nargs="+",
+        default=[LONG_ANSWER_TOKENS],
+        metavar="N",
+        help="lengths of the answers at each of --document-rates; default: %(default)s",
     )
     parser.add_argument("--output-tokens", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--limit", type=int, help="prompts of each load; default: all")
@@ -164,8 +179,10 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
     if equality:
         max_prompt_tokens = max(prompt.num_tokens for prompt in load_workload(workload).equality)
     graph_sizes = (1, 2, 4, 8)
+    output_tokens = args.output_tokens
     if not {"long_answers", "documents"}.isdisjoint(args.loads):
         max_prompt_tokens = max(max_prompt_tokens, DOCUMENTS_TOKENS)
+        output_tokens = max(output_tokens, LONG_ANSWER_TOKENS, *args.answer_tokens)
         graph_sizes += (16,)
     host_gib = args.small_host_gib if kind == "small_host" else args.host_gib
     return Cell(
@@ -183,7 +200,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
             small_host_gib=min(1.0, args.small_host_gib) if equality else args.small_host_gib,
             disk=str(disk),
             disk_gib=args.disk_gib,
-            max_model_tokens=max_prompt_tokens + args.output_tokens,
+            max_model_tokens=max_prompt_tokens + output_tokens,
             gpu_share=min(0.9, 0.9 / args.at_once) if equality else 0.9,
             batch_invariant=equality,
             graph_sizes=() if equality or args.eager else graph_sizes,
@@ -194,6 +211,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
         max_output_tokens=args.output_tokens,
         document_clients=tuple(args.document_clients),
         document_rates=tuple(args.document_rates),
+        answer_tokens=tuple(args.answer_tokens),
         limit=args.limit,
     )
 

@@ -44,13 +44,13 @@ HOST_HITS_TOKENS = _HEAD_HASH_BLOCKS * HASH_BLOCK_TOKENS + max(_TAIL_TOKENS)
 # Documents of "long answers": lengths at equal ratios. Their KV needs 43 GiB of host memory.
 _NUM_DOCUMENTS = 48
 _DOCUMENT_TOKENS = (1_000, 24_000)
-_LONG_ANSWER_TOKENS = 64
+LONG_ANSWER_TOKENS = 64
 _LONG_ANSWERS = {1: 1, 4: 2, 16: 4}  # questions per document by the number of clients
 # "documents" asks about the same ones with Zipf popularity, behind tokens that nothing has.
 _QUESTION_TOKENS = (32, 511)
 DOCUMENT_REQUESTS = {1: 48, 4: 128, 16: 320, 32: 480}  # by the number of clients
 _ARRIVAL_SECONDS = 25.0  # of each rate
-DOCUMENTS_TOKENS = _DOCUMENT_TOKENS[1] + _QUESTION_TOKENS[1] + _LONG_ANSWER_TOKENS
+DOCUMENTS_TOKENS = _DOCUMENT_TOKENS[1] + _QUESTION_TOKENS[1]  # of the longest prompt
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +68,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         max_output_tokens: length of each answer.
         document_clients: numbers of clients of "documents", of ``DOCUMENT_REQUESTS``.
         document_rates: requests per second of "documents" that arrive at random times.
+        answer_tokens: lengths of the answers at each of these rates.
         limit: prompts of each load to take; None: all.
     """
 
@@ -81,6 +82,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     max_output_tokens: int
     document_clients: tuple[int, ...] = tuple(DOCUMENT_REQUESTS)
     document_rates: tuple[float, ...] = ()
+    answer_tokens: tuple[int, ...] = (LONG_ANSWER_TOKENS,)
     limit: int | None = None
 
 
@@ -196,7 +198,7 @@ class _Bench:
         for clients, questions in _LONG_ANSWERS.items():
             name = f"long_answers_{clients}_clients"
             figures[name] = await self._load(
-                name, documents * questions, clients=clients, output_tokens=_LONG_ANSWER_TOKENS
+                name, documents * questions, clients=clients, output_tokens=LONG_ANSWER_TOKENS
             )
         return figures
 
@@ -224,15 +226,13 @@ class _Bench:
             if clients in self._cell.document_clients:
                 name = f"documents_{clients}_clients"
                 figures[name] = await self._load(
-                    name, asked, clients=clients, output_tokens=_LONG_ANSWER_TOKENS
+                    name, asked, clients=clients, output_tokens=LONG_ANSWER_TOKENS
                 )
-        for rate in self._cell.document_rates:
+        for tokens, rate in itertools.product(self._cell.answer_tokens, self._cell.document_rates):
             asked = questions(round(rate * _ARRIVAL_SECONDS))
             arrivals = np.cumsum(rng.exponential(1 / rate, len(asked))).tolist()
-            name = f"documents_{rate:g}_per_second"
-            figures[name] = await self._load(
-                name, asked, arrivals=arrivals, output_tokens=_LONG_ANSWER_TOKENS
-            )
+            name = f"documents_{rate:g}_per_second_{tokens}_tokens"
+            figures[name] = await self._load(name, asked, arrivals=arrivals, output_tokens=tokens)
         return figures
 
     async def compare(self) -> dict[str, Any]:
