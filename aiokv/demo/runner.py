@@ -14,7 +14,6 @@ from aiokv.demo.ledger import digest_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -58,12 +57,7 @@ class ModelRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         """Finish the step that runs and join the thread."""
         self._thread.shutdown()
 

@@ -16,7 +16,6 @@ from aiokv.worker.device.base import as_event
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
-    from types import TracebackType
 
     from aiokv.base.types import LeaseIds
     from aiokv.engine.batch import Batch, Rows
@@ -98,12 +97,7 @@ class ComputeBatch(Generic[LeaseT]):
         self._unended.add(_BLOCK)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._in_block = False
         # A future of the user may keep this batch, and the task's locals have leases.
         self._task = None

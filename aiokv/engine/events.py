@@ -25,8 +25,6 @@ from aiokv.events.schema import (
 )
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from aiokv.engine.parts import Parts
     from aiokv.events.schema import BlockHash, HashKind, KVEvent
     from aiokv.scheduler.events import BlockEvents, BlockRun
@@ -82,12 +80,7 @@ class KVEvents:
         )
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self._end()
         self._conditions.test()
 

@@ -28,7 +28,6 @@ from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -95,12 +94,7 @@ class Lease(Unique):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         if self.record.id:
             self.release()
 

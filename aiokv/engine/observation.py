@@ -16,7 +16,6 @@ from aiokv.errors import UsageError
 if TYPE_CHECKING:
     from contextvars import Context
     from pathlib import Path
-    from types import TracebackType
 
     from aiokv.engine.observers import BatchSpan, Observers, Record
 
@@ -57,12 +56,7 @@ class Observation(Unique):
         self._began_at, self._began_unix_seconds = time.monotonic(), time.time()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._observers.flush()
         self._left = self._observers.unfinished()
         self._observers.remove(self._note)

@@ -11,8 +11,6 @@ from aiokv.engine.ticket_transfers import TicketTransfers, check_not_entered, en
 from aiokv.peers.statistics import ReceivingStatistics
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from aiokv.engine.lease import Lease
     from aiokv.engine.observers import End
     from aiokv.engine.peers import PeerTickets
@@ -78,12 +76,7 @@ class Receiving(Unique):
         transfers.enter()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         transfers = self._entered()
         transfers.end("the receive was left before all positions had arrived")
         await transfers.wait_for(lambda: transfers.at_rest)

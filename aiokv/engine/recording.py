@@ -14,7 +14,6 @@ from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -123,12 +122,7 @@ class TraceRecording:
         self._recordings.begin(self._writer)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         """End the recording.
 
         Cancellation: the writer continues in its thread, and closes the file.

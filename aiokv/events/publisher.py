@@ -16,7 +16,6 @@ from aiokv.events.schema import LAYOUTS, AllBlocksCleared, BatchEncoder, KVEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from types import TracebackType
 
     from aiokv.engine.engine import CacheEngine
     from aiokv.events.schema import HashKind, Layout
@@ -156,12 +155,7 @@ class ZmqPublisher:
             self._start("replay", self._serve_replays)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
     def _open(self) -> None:

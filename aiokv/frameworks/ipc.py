@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
+from typing import Any, Final, NoReturn, Protocol, Self
 
 import msgspec
 
@@ -21,9 +21,6 @@ from aiokv.errors import ClosedError, ConfigError, DeviceError, LayoutError, Usa
 from aiokv.layout.arrays import dense_strides, dtype_name, interface_of, item_bytes_of
 from aiokv.peers.cuda_ipc import this_process
 from aiokv.peers.one_sided import this_machine
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
@@ -147,12 +144,7 @@ class MappedTensor(Unique):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

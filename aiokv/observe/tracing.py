@@ -35,7 +35,6 @@ from aiokv.statistics import BatchSpan, TransferSpan
 
 if TYPE_CHECKING:
     from contextvars import Context
-    from types import TracebackType
 
     from opentelemetry.trace import TracerProvider
 
@@ -97,12 +96,7 @@ class EngineTracer(Unique):
         self.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
     def _note(self, record: TransferSpan | LeasePhase | BatchSpan, context: Context | None) -> None:

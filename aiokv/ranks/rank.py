@@ -83,7 +83,6 @@ from aiokv.worker.views import LayerView, done_view
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from aiokv.base.plan import TransferPlan
     from aiokv.base.statistics import GuardStatistics, RankPeerStatistics, WorkerStatistics
@@ -223,12 +222,7 @@ class Rank(Unique):
             raise
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
     async def closed(self) -> str:

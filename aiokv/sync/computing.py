@@ -9,7 +9,6 @@ from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from aiokv.engine import ComputeBatch
     from aiokv.sync.port import Port
@@ -41,12 +40,7 @@ class SyncComputing(Unique, Generic[LeaseT]):
         self._port.call(lambda calls: calls.add(self.begin))
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._port.call(lambda calls: calls.end_computing(self))
 
     def ends_with(self, work: Any) -> None:

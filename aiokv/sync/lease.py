@@ -10,8 +10,6 @@ from aiokv.sync.layers import SyncLayers
 from aiokv.sync.verbs import LeaseVerbs
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from aiokv.base.types import Hit
     from aiokv.engine.lease import Lease
     from aiokv.sync.port import Port
@@ -69,12 +67,7 @@ class SyncLease(LeaseVerbs, Unique):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
     def __repr__(self) -> str:

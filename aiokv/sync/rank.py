@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
     from pathlib import Path
-    from types import TracebackType
 
     from aiokv.base.statistics import (
         GuardStatistics,
@@ -148,12 +147,7 @@ class RankThread(Unique):
         self.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     # --- state ------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from aiokv.scheduler.scheduler import TRANSITIONS, CacheScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from types import TracebackType
     from typing import BinaryIO, Self
 
     from aiokv.engine import CacheEngine
@@ -198,12 +197,7 @@ class Recording(Unique):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
 
