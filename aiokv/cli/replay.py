@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiokv.cli.arguments import (
     SAVING_POLICIES,
@@ -27,14 +27,18 @@ from aiokv.config.cache_config import (
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Coroutine, Iterable
+
     from aiokv import CacheEngine
     from aiokv.cli.progress import Stages
-    from aiokv.cli.sweep import Sweep
     from aiokv.demo.router import RouterName
     from aiokv.statistics import Observation
     from aiokv.trace.disk_tier import DiskAdmission, DiskOptions
     from aiokv.trace.replay import ReplayOptions, Workload
     from aiokv.trace.report import FleetReport, ReplayReport, UsersReport
+
+R = TypeVar("R")
 
 DISK_ADMISSIONS: tuple[DiskAdmission, ...] = ("all", "reused")
 ROUTERS: tuple[RouterName, ...] = ("prefix", "round-robin")
@@ -158,55 +162,53 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         AiokvError: see :func:`aiokv.trace.replay.replay`; or an output file cannot be written.
     """
-    from aiokv.cli.files import check_writable, write_json
-    from aiokv.cli.progress import show_progress
-    from aiokv.cli.running import run_async
+    from aiokv.cli.files import check_writable
 
     for path in (args.json, args.plot, args.timeline):
         check_writable(path)
     check_plot(args.plot)
     if args.engines > 1:
-        return _run_fleet(args)
-    if args.users:
-        return _run_users(args)
-    with show_progress("requests", sys.stderr) as stages:
-        report = run_async(_replay(args, stages))
+        fleet = _with_progress(_replay_fleet, args)
+        _write(fleet, fleet_rows(fleet), args.json)
+    elif args.users:
+        import uvloop
+
+        from aiokv.testing.clock import clocked_loop
+
+        users = _with_progress(_replay_users, args, "percent", clocked_loop(uvloop.Loop))
+        _write(users, user_rows(users), args.json)
+    else:
+        report = _with_progress(_replay, args)
+        _write(report, rows(report, verbose=args.verbose), args.json)
+        if args.plot:
+            write_plot(args.plot, report)
+    return 0
+
+
+def _with_progress(
+    replay: Callable[[argparse.Namespace, Stages], Coroutine[Any, Any, R]],
+    args: argparse.Namespace,
+    unit: str = "requests",
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> R:
+    from aiokv.cli.progress import show_progress
+    from aiokv.cli.running import run_async
+
+    with show_progress(unit, sys.stderr) as stages:
+        return run_async(replay(args, stages), loop_factory)
+
+
+def _write(
+    report: ReplayReport | FleetReport | UsersReport,
+    lines: Iterable[tuple[str, str]],
+    json: Path | None,
+) -> None:
+    from aiokv.cli.files import write_json
+
     # First: a file that cannot be written must not cost the work.
-    print_rows(_title(report.trace), rows(report, verbose=args.verbose))
-    if args.json:
-        write_json(args.json, report)
-    if args.plot:
-        write_plot(args.plot, report)
-    return 0
-
-
-def _run_fleet(args: argparse.Namespace) -> int:
-    from aiokv.cli.files import write_json
-    from aiokv.cli.progress import show_progress
-    from aiokv.cli.running import run_async
-
-    with show_progress("requests", sys.stderr) as stages:
-        report = run_async(_replay_fleet(args, stages))
-    print_rows(_title(report.trace), fleet_rows(report))
-    if args.json:
-        write_json(args.json, report)
-    return 0
-
-
-def _run_users(args: argparse.Namespace) -> int:
-    import uvloop
-
-    from aiokv.cli.files import write_json
-    from aiokv.cli.progress import show_progress
-    from aiokv.cli.running import run_async
-    from aiokv.testing.clock import clocked_loop
-
-    with show_progress("percent", sys.stderr) as stages:
-        report = run_async(_replay_users(args, stages), clocked_loop(uvloop.Loop))
-    print_rows(_title(report.trace), user_rows(report))
-    if args.json:
-        write_json(args.json, report)
-    return 0
+    print_rows(f"replay of {Path(report.trace).name}", lines)
+    if json:
+        write_json(json, report)
 
 
 async def _replay_users(args: argparse.Namespace, stages: Stages) -> UsersReport:
@@ -260,6 +262,7 @@ async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport
 
 async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
     from aiokv.trace.replay import (
+        check_sweep,
         compare_evictions,
         compare_policies,
         doubling_capacities,
@@ -280,7 +283,7 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
     options = _make_options(args)
     sweep = sweep_of(args)
     if sweep is not None:
-        _check_sweep(options, sweep)
+        check_sweep(options, sweep.host, sweep.disk)
     workload = load_workload(_trace_path(args.trace), args.limit)
     if args.write_policy == "all":
         report, points = await compare_policies(workload, options, stages)
@@ -300,12 +303,6 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
             disk_blocks=sweep.disk,
         )
     return report
-
-
-def _check_sweep(options: ReplayOptions, sweep: Sweep) -> None:
-    from aiokv.trace.replay import check_sweep
-
-    check_sweep(options, sweep.host, sweep.disk)
 
 
 def _trace_path(trace: str) -> str:
@@ -386,10 +383,6 @@ def _disk_policy(text: str) -> str:
         return str(SavePolicy.parse("the policy", text, DISK_POLICIES))
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _title(trace: str) -> str:
-    return f"replay of {Path(trace).name}"
 
 
 def _speed(text: str) -> float | None:
