@@ -25,6 +25,7 @@ log = Log(__name__)
 END_SEQUENCE: Final = (-1).to_bytes(8, "big", signed=True)
 MAX_PORT: Final = 2**16 - 1
 _LINGER_MS: Final = 1000  # time to send the last batch after close
+_QUEUED_MESSAGES: Final = 100_000  # per subscriber; ZeroMQ drops further ones
 _SENDS_PER_PASS: Final = 64  # batches that a replay sends per pass
 _SUBSCRIBES: Final = 1  # first byte of an XPUB message
 
@@ -62,7 +63,8 @@ class ZmqPublisher:
     from that number on from the replay socket: it sends an empty frame and the number (8 bytes). It
     gets an empty frame, the number and the payload per batch, then the number -1 with an empty
     payload. ZeroMQ drops messages to a slow receiver without an error; the receiver detects the
-    gap in the numbers.
+    gap in the numbers. When a subscriber joins, all blocks are reported again, so that a restarted
+    router knows them; subscribers that know the blocks get them again.
 
     The sockets have no authentication or encryption, and the messages contain the token ids, salts
     and adapters of prompts: bind them to a network that only the routers reach.
@@ -76,9 +78,6 @@ class ZmqPublisher:
         hashes: see ``CacheEngine.kv_events``.
         layout: ``"map"`` for receivers of vLLM 0.24 and later, ``"array"`` for earlier ones.
         data_parallel_rank: field of the batches, for receivers of several engines.
-        snapshot_on_subscribe: report all blocks again when a subscriber joins, so that a router
-            that was restarted knows them. Subscribers that know the blocks get them again.
-        high_water_mark: messages that ZeroMQ queues per subscriber before it drops some.
         stores: see ``CacheEngine.kv_events``; for receivers that know the medium ``"STORAGE"``,
             such as those of vLLM 0.27 and later.
 
@@ -98,25 +97,18 @@ class ZmqPublisher:
         hashes: HashKind = "int64",
         layout: Layout = "map",
         data_parallel_rank: int = 0,
-        snapshot_on_subscribe: bool = True,
-        high_water_mark: int = 100_000,
         stores: bool = False,
     ) -> None:
         self._zmq = _import_zmq()
         if not callable(getattr(engine, "kv_events", None)):
             raise UsageError(f"engine is {checks.shown(engine)}; it must be a CacheEngine")
         checks.choice("layout", layout, LAYOUTS)
-        maximum = checks.MAX_INT32
         buffer_batches = checks.integer(
-            "buffer_batches", buffer_batches, minimum=1, maximum=maximum
+            "buffer_batches", buffer_batches, minimum=1, maximum=checks.MAX_INT32
         )
         self._bind = _address("bind", bind)
         self._bind_replay = None if replay is None else _address("replay", replay)
         self._topic = checks.text("topic", topic).encode()
-        self._high_water_mark = checks.integer(
-            "high_water_mark", high_water_mark, minimum=1, maximum=maximum
-        )
-        self._repeats = checks.flag("snapshot_on_subscribe", snapshot_on_subscribe)
         self._rank = data_parallel_rank
         self._events = engine.kv_events(
             hashes=hashes, data_parallel_rank=data_parallel_rank, stores=stores
@@ -149,8 +141,7 @@ class ZmqPublisher:
             await self.aclose()
             raise
         self._start("publish", self._publish)
-        if self._repeats:
-            self._start("watch subscribers", self._watch_subscribers)
+        self._start("watch subscribers", self._watch_subscribers)
         if self._replays is not None:
             self._start("replay", self._serve_replays)
         return self
@@ -163,7 +154,7 @@ class ZmqPublisher:
         self._context = zmq.asyncio.Context()
         self._publisher = self._context.socket(zmq.XPUB)
         self._publisher.set(zmq.XPUB_VERBOSE, 1)  # report each subscription, even to a known topic
-        self._publisher.set(zmq.SNDHWM, self._high_water_mark)
+        self._publisher.set(zmq.SNDHWM, _QUEUED_MESSAGES)
         self._listen("bind", self._publisher, self._bind)
         if self._bind_replay is not None:
             self._replays = self._context.socket(zmq.ROUTER)

@@ -252,7 +252,7 @@ async def test_bad_addresses_and_options_are_refused():
                 await publisher_of(engine, **wrong).__aenter__()
         for option in (
             {"layout": "json"}, {"buffer_batches": 0}, {"topic": 5}, {"hashes": "md5"},
-            {"snapshot_on_subscribe": 1}, {"high_water_mark": 0}, {"bind": None},
+            {"bind": None},
         ):  # fmt: skip
             with pytest.raises(UsageError, match=next(iter(option))):
                 publisher_of(engine, **option)
