@@ -153,6 +153,11 @@ class KVEvents:
         self._conditions.test()
 
     @property
+    def has_ended(self) -> bool:
+        """True if the last batch was taken, or the subscription was left."""
+        return self._ended
+
+    @property
     def is_current(self) -> bool:
         """True if the batches taken so far describe exactly the blocks that the tiers hold."""
         return self._stream is not None and not self._is_due()

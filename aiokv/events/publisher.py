@@ -119,7 +119,7 @@ class ZmqPublisher:
         self._publisher: Any = None
         self._replays: Any = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._ended = False  # the last batch, which has `AllBlocksCleared`, was sent
+        self._ended = False  # no batch follows the last one, which has `AllBlocksCleared`
         self._published_batches = 0
         self._published_bytes = 0
         self._snapshots = 0
@@ -272,7 +272,7 @@ class ZmqPublisher:
             message = await self._publisher.recv()
             if message[:1] == bytes([_SUBSCRIBES]) and self._topic.startswith(message[1:]):
                 self._snapshots += 1
-                if not self._ended:
+                if not (self._ended or self._events.has_ended):
                     self._events.repeat()
                 elif self._buffer:
                     await self._send_again(*self._buffer[-1])

@@ -214,6 +214,31 @@ async def test_subscriber_that_joins_after_the_end_gets_the_last_batch(caplog):
 
 
 @pytest.mark.asyncio
+async def test_subscriber_that_joins_while_the_last_batch_is_sent_gets_it(caplog, monkeypatch):
+    engine = CacheEngine(config())
+    last_may_go = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        async with engine:
+            publisher = await stack.enter_async_context(publisher_of(engine))
+            await compute(engine, 1)
+            await spin(3)
+            send = publisher._send_again
+
+            async def held_back(sequence: int, payload: bytes) -> None:
+                await last_may_go.wait()
+                await send(sequence, payload)
+
+            monkeypatch.setattr(publisher, "_send_again", held_back)
+        await spin(3)
+        assert publisher.statistics().published_batches == 2
+        subscriber = await stack.enter_async_context(receiving(publisher))
+        monkeypatch.undo()
+        last_may_go.set()
+        assert (await subscriber.message())[0] == 1
+    assert "publisher_failed" not in caplog.text
+
+
+@pytest.mark.asyncio
 async def test_invalid_replay_requests_are_counted_and_do_no_harm(caplog):
     async with (
         CacheEngine(config(host_blocks=0)) as engine,
