@@ -325,17 +325,13 @@ def test_layer_that_does_not_arrive_in_time_is_a_timeout():
         counter = server.worker.controller.submit_swap_tasks(None, batch.cache_swap_metadata)
         assert server.worker.controller.swap_layer_done_counter is counter
         assert counter.wait_for_layer(0, timeout=PATIENCE_SECONDS)
-        assert not counter.is_all_done()
         with pytest.raises(LayerSwapTimeoutError, match="layer 1 did not arrive within"):
             counter.wait_for_layer(1, timeout=0.0)
         with pytest.raises(UsageError, match="layer_idx is 2"):
             counter.wait_for_layer(2)
         gate.open()
         assert counter.wait_all(timeout=PATIENCE_SECONDS)
-        assert counter.is_all_done()
         assert counter.get_layer_wait_time(1) >= 0.0
-        assert set(counter.get_all_layer_times()) == {0, 1}
-        assert counter.get_num_layers() == 2
         assert server.worker.controller.submit_swap_tasks(None, None) is None
         for request in scheduler.take_answers(server.worker.run(batch)):
             scheduler.finish(request)

@@ -122,11 +122,9 @@ def test_manager_and_worker_find_the_same_socket(monkeypatch, tmp_path):
 
 def test_b4_18_there_is_no_queue_of_backups():
     with opened(8, 8, write_policy="write_through") as manager:
-        assert manager.get_pending_backup_count() == 0
         serve(manager, "a", prompt(1, 3))
         manager.check_and_add_pending_backup()
         manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
-        assert manager.get_pending_backup_count() == 0
         assert manager.num_free_host_blocks == 5
 
 
@@ -135,7 +133,6 @@ def test_b2_9_mapping_needs_success():
     assert metadata.mapping == {}
     metadata.success = True
     assert metadata.mapping == {1: 5, 2: 6}
-    assert metadata.is_success()
 
 
 def test_b14_3_batches_merge_their_metadata_in_order():

@@ -96,7 +96,6 @@ def test_b4_11_without_prefix_caching_nothing_is_found():
 
 def test_b4_12_without_host_blocks_eviction_drops():
     with opened(4) as manager:
-        assert not manager.enable_host_cache
         serve(manager, "a", prompt(1, 4))
         serve(manager, "b", prompt(2, 4))
         again = Request("c", prompt(1, 4, more=1))

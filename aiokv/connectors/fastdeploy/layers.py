@@ -18,10 +18,6 @@ class LayerSwapTimeoutError(TimeoutError):
 class Layers(Protocol):
     """Layers of transfers: :class:`aiokv.sync.SyncLayers`, or :class:`aiokv.sync.RankLayers`."""
 
-    @property
-    def is_done(self) -> bool:
-        """True if no byte moves any more."""
-
     def wait(self, layer: int, timeout: float | None = None) -> None:
         """Block the calling thread until a layer has arrived."""
 
@@ -88,16 +84,7 @@ class LayerDoneCounter:
         self._num_layers = num_layers
         self._parts = tuple(parts)
         self._computed = computed
-        self._created = time.monotonic()
         self._wait_seconds: dict[int, float] = {}
-
-    def get_num_layers(self) -> int:
-        """Return the number of layers."""
-        return self._num_layers
-
-    def is_all_done(self) -> bool:
-        """Return True when all layers have arrived. Does not cross."""
-        return all(part.is_done for part in self._parts)
 
     def wait_for_layer(self, layer_idx: int, timeout: float | None = 30.0) -> bool:
         """Block the calling thread, without the GIL, until a layer has arrived.
@@ -161,14 +148,6 @@ class LayerDoneCounter:
     def get_layer_wait_time(self, layer_idx: int) -> float:
         """Return the seconds that ``wait_for_layer`` has blocked for a layer."""
         return self._wait_seconds.get(layer_idx, 0.0)
-
-    def get_all_layer_times(self) -> dict[int, float]:
-        """Return the seconds that ``wait_for_layer`` has blocked, per layer."""
-        return dict(self._wait_seconds)
-
-    def get_elapsed_time(self) -> float:
-        """Return the seconds since the counter was made."""
-        return time.monotonic() - self._created
 
     def _begin_layer(self, layer_idx: int) -> None:
         checks.integer("layer_idx", layer_idx, minimum=0, maximum=self._num_layers - 1)

@@ -233,11 +233,6 @@ class CacheManager:
         return self._host.sizes.shares_blocks
 
     @property
-    def enable_host_cache(self) -> bool:
-        """True if there are host blocks."""
-        return self.num_cpu_blocks > 0
-
-    @property
     def num_free_device_blocks(self) -> int:
         """Number of device blocks that hold nothing. Does not cross."""
         if not self._host.is_open:
@@ -544,10 +539,6 @@ class CacheManager:
     def check_and_add_pending_backup(self) -> None:
         """Do nothing: aiokv queues backups when blocks are committed, by the write policy."""
 
-    def get_pending_backup_count(self) -> int:
-        """Return the number of blocks that are being copied to host memory. Does not cross."""
-        return self.engine.cache_statistics().attention.host.in_flight if self._host.is_open else 0
-
     # --- stores -----------------------------------------------------------------------------------
 
     def begin_fetch(self, request: Any) -> None:
@@ -604,11 +595,6 @@ class CacheManager:
 
     # --- control ----------------------------------------------------------------------------------
 
-    def can_allocate_host_blocks(self, num: int) -> bool:
-        """Return True if ``num`` host blocks are free, or cached and in no transfer."""
-        counts = self.engine.cache_statistics()
-        return counts.attention.host.free + counts.attention.host.cached >= num
-
     def free_all_device_blocks(self) -> int:
         """Take the blocks of all requests back, and evict everything from the device.
 
@@ -620,12 +606,6 @@ class CacheManager:
         blocks.end_all()
         blocks.engine.call(blocks.engine.cache.evict, self.num_gpu_blocks)
         return used
-
-    def free_all_host_blocks(self) -> int:
-        """Evict everything from host memory that no transfer uses; return the number of blocks."""
-        engine = self.engine
-        freed: int = engine.call(engine.cache.evict, self.num_cpu_blocks, tier="host")
-        return freed
 
     def reset_cache(self) -> bool:
         """Take the blocks of all requests back, and drop all cached blocks of both tiers.

@@ -39,8 +39,6 @@ class CacheSwapMetadata:
         dst_type: tier that the blocks go to.
         hash_values: names of transfers and of steps, for ``CacheController.submit_swap_tasks``.
         success: True when the transfers have been checked, by the worker.
-        error_message: reason why a transfer failed.
-        async_handler: for FastDeploy's code; aiokv leaves it alone.
     """
 
     src_block_ids: list[int] = field(default_factory=list)
@@ -49,12 +47,6 @@ class CacheSwapMetadata:
     dst_type: CacheLevel | None = None
     hash_values: list[str] = field(default_factory=list)
     success: bool = False
-    error_message: str | None = None
-    async_handler: Any = None
-
-    def is_success(self) -> bool:
-        """Return ``success``."""
-        return self.success
 
     @property
     def mapping(self) -> dict[int, int]:
@@ -132,14 +124,12 @@ class MatchResult:
         matched_device_nums: matched blocks that were on the device.
         matched_host_nums: matched blocks that come from host memory.
         matched_storage_nums: always 0: blocks of stores come through host memory.
-        uncached_block_ids: always empty: aiokv gives back what is not cached.
     """
 
     device_block_ids: list[int] = field(default_factory=list)
     matched_device_nums: int = 0
     matched_host_nums: int = 0
     matched_storage_nums: int = 0
-    uncached_block_ids: list[int] = field(default_factory=list)
 
     @property
     def total_matched_blocks(self) -> int:

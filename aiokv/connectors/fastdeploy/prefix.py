@@ -161,12 +161,6 @@ class PrefixCacheManager:
             self._blocks.give_back(request_id, ids)
             self.cache.note_scheduled()
 
-    def free_block_ids(self, need_block_num: int) -> int:
-        """Evict until this number of device blocks is free; return the number evicted."""
-        missing = max(need_block_num - self.cache.num_free_device_blocks, 0)
-        evicted: int = self.engine.call(self.engine.cache.evict, missing)
-        return evicted
-
     # --- requests ---------------------------------------------------------------------------------
 
     def request_match_blocks(
