@@ -57,9 +57,9 @@ class StoreUse:
             ``deadline_seconds``, and tries again to open the store. A store that is configured
             wrongly ends the start in both cases.
         write_bytes_per_day: limit of the bytes written to the store in any 24 hours, such as
-            ``"1TB"``; one block more may be written. None for no limit. The less of it is left, the
-            more often a block must have been used before it is saved: once to four times. A disk
-            store keeps the count of uses and the rest of the day over a restart.
+            ``"1TB"``; one block more may be written. None for no limit. The last eighth is for
+            blocks that are used a second time. A disk store keeps the used blocks and what was
+            written in the last 24 hours over a restart.
         write_bytes_per_second: the same for the mean of any minute.
 
     Raises:

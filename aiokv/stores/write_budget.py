@@ -1,22 +1,23 @@
 """WriteBudget: the admission of a store whose writes are limited.
 
-A block that is used often is worth a write more than one that is used once. While most of the
-budget is left, each block is admitted at its first offer; the less of it is left, the more offers
-a block needs. The scheduler offers a block when it is computed, and a refused one again at its next
+A block that is used again is worth a write more than one that is used once. While enough of the
+budget is left, each block is admitted at its first offer; the rest is for blocks that are offered a
+second time. The scheduler offers a block when it is computed, and a refused one again at its next
 use.
 
-A budget of N bytes per day is a token bucket: N/8 may be written at once, and 7/8 N per day flow
-in. So no 24 hours have more than N bytes and one block, and a quiet hour is not lost.
+The budget limits any 24 hours, not a rate: what a quiet night leaves is there for the day.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import struct
 import time
 import zlib
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -32,40 +33,56 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 REMEMBERED_OFFERS: Final = 1 << 20  # 16 MiB of counters
-BURST_SHARE: Final = 1 / 8
-MOST_OFFERS: Final = 4  # that a block needs
+REUSED_SHARE: Final = 1 / 8  # of the budget, for blocks that are offered a second time
 _DAY_SECONDS: Final = 86_400.0
-_KEPT_SHARE: Final = 1 / 8  # of a burst, that may be spent between two writes of the file
-_HEAD: Final = struct.Struct("<16sdd")  # format, Unix time, share of the burst that is left
-_FORMAT: Final = b"aiokv offers 1\0\0"
+_PARTS: Final = 48  # of a window: a part of a day is half an hour
+_KEPT_SHARE: Final = 1 / 64  # of the budget, that may be spent between two writes of the file
+_HEAD: Final = struct.Struct(f"<16sd{_PARTS + 1}d")  # format, Unix time, shares of the parts
+_FORMAT: Final = b"aiokv offers 2\0\0"
 
 _log: Final = Log(__name__)
 
 
-class _Bucket:
+class _Window:
     """The limit of the bytes of any ``seconds``.
+
+    The window has ``_PARTS`` parts, and the one that has begun. Bytes count until ``seconds`` after
+    the end of their part.
 
     Attributes:
         seconds: as given.
-        size: bytes that may be written at once.
-        left: bytes that may be written now; below 0 after the last block.
+        size: bytes that any ``seconds`` may have.
+        parts: bytes of each part, the newest one last.
     """
 
     def __init__(self, limit_bytes: int, seconds: float) -> None:
         self.seconds = seconds
-        self.size = self.left = limit_bytes * BURST_SHARE
-        self._rate = (limit_bytes - self.size) / seconds
-        self._filled_at: float | None = None
+        self.size = limit_bytes
+        self.parts = deque([0.0] * (_PARTS + 1), _PARTS + 1)
+        self._part_seconds = seconds / _PARTS
+        self._ends_at: float | None = None  # end of the newest part, by the clock of the caller
 
-    def fill(self, now: float) -> None:
-        """Add what has flowed in until ``now``, by the clock of the caller."""
-        if self._filled_at is not None:
-            self.add(now - self._filled_at)
-        self._filled_at = now
+    @property
+    def left(self) -> float:
+        """Bytes that may be written now; below 0 after the last block."""
+        return self.size - sum(self.parts)
 
-    def add(self, seconds: float) -> None:
-        """Add what flows in within ``seconds``."""
-        self.left = min(self.size, self.left + max(0.0, seconds) * self._rate)
+    def move(self, now: float) -> None:
+        """Begin the parts until ``now``."""
+        if self._ends_at is None:
+            self._ends_at = now + self._part_seconds
+        if now >= self._ends_at:
+            num_parts = 1 + int((now - self._ends_at) / self._part_seconds)
+            self._ends_at += num_parts * self._part_seconds
+            self.skip(num_parts)
+
+    def skip(self, num_parts: int) -> None:
+        """Begin parts without bytes."""
+        self.parts.extend([0.0] * min(num_parts, len(self.parts)))
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes as written now; negative ones were not written."""
+        self.parts[-1] = max(0.0, self.parts[-1] + num_bytes)
 
 
 class WriteBudget:
@@ -83,8 +100,10 @@ class WriteBudget:
         path: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._buckets = [_Bucket(limit, seconds) for limit, seconds in limits]
-        self._offers = _native.ReuseSketch(REMEMBERED_OFFERS, MOST_OFFERS)
+        self._windows = [_Window(limit, seconds) for limit, seconds in limits]
+        days = (window for window in self._windows if window.seconds == _DAY_SECONDS)
+        self._day = next(days, None)
+        self._offers = _native.ReuseSketch(REMEMBERED_OFFERS, 1)
         self._path = path
         self._clock = clock
         self._is_restored = False
@@ -95,13 +114,8 @@ class WriteBudget:
 
     @property
     def left(self) -> float:
-        """Share of the burst that is left, from 0 to 1, of the limit that is nearest."""
-        return max(0.0, min(bucket.left / bucket.size for bucket in self._buckets))
-
-    @property
-    def needed_offers(self) -> int:
-        """Offers after which a block is admitted, 1 to ``MOST_OFFERS``."""
-        return min(MOST_OFFERS, 1 + int((1 - self.left) * MOST_OFFERS))
+        """Share of the budget that is left, from 0 to 1, of the limit that is nearest."""
+        return max(0.0, min(window.left / window.size for window in self._windows))
 
     def admit(self, keys: bytes, object_bytes: int, now: float) -> NDArray[np.bool_]:
         """Count an offer of each key, and return which of them may be written, ``[N]``.
@@ -113,37 +127,41 @@ class WriteBudget:
             object_bytes: bytes that one object takes on the medium.
             now: time of the loop.
         """
-        for bucket in self._buckets:
-            bucket.fill(now)
-        counts = self._offers.count(keys)
-        admitted = counts + 1 >= self.needed_offers
-        fitting = min(-(-bucket.left // object_bytes) for bucket in self._buckets)
-        admitted &= np.cumsum(admitted) <= fitting
+        for window in self._windows:
+            window.move(now)
+        admitted = self._offers.count(keys) > 0
+        admitted |= np.cumsum(~admitted) <= self._fitting(object_bytes, REUSED_SHARE)
+        admitted &= np.cumsum(admitted) <= self._fitting(object_bytes, 0.0)
         num_bytes = int(np.count_nonzero(admitted)) * object_bytes
         self.refund(-num_bytes)
         self._unkept_bytes += num_bytes
-        self._unkept_offers += len(counts)
+        self._unkept_offers += len(admitted)
         if self._is_due() and not (self._keeping and not self._keeping.done()):
             self._keeping = asyncio.get_running_loop().create_task(self._keep(_KEPT_SHARE * 2))
         return np.asarray(admitted)
 
+    def _fitting(self, object_bytes: int, reserve: float) -> float:
+        """Return the number of objects after which only a share of a budget is left."""
+        lefts = (window.left - reserve * window.size for window in self._windows)
+        return -(-min(lefts) // object_bytes)
+
     def refund(self, num_bytes: int) -> None:
         """Give back bytes that were admitted and not written."""
-        for bucket in self._buckets:
-            bucket.left = min(bucket.size, bucket.left + num_bytes)
+        for window in self._windows:
+            window.add(-num_bytes)
 
     def _is_due(self) -> bool:
-        size = max(bucket.size for bucket in self._buckets)
+        limit = math.inf if self._day is None else _KEPT_SHARE * self._day.size
         is_old = self._unkept_offers > REMEMBERED_OFFERS // 16
-        return self._path is not None and (is_old or self._unkept_bytes > _KEPT_SHARE * size)
+        return self._path is not None and (is_old or self._unkept_bytes > limit)
 
     # --- restarts ---------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Restore what an earlier process has kept, at the first call.
 
-        Without a file, the whole burst may be spent. A damaged file counts as a budget that is
-        spent.
+        Without a file, the whole budget may be spent. After a damaged file, nothing is written for
+        a day.
         """
         if self._is_restored or self._path is None:
             return
@@ -159,18 +177,18 @@ class WriteBudget:
             _log.warning("store.budget_damaged", path=str(self._path))
 
     def _restore(self, kept: bytes) -> bool:
-        for bucket in self._buckets:
-            bucket.left = 0
+        for window in self._windows:
+            window.add(window.size)
         body = kept[:-CHECKSUM_BYTES]
         if len(kept) < _HEAD.size or checksum(body) != kept[-CHECKSUM_BYTES:]:
             return False
-        name, written_at, left = _HEAD.unpack_from(body)
+        name, written_at, *shares = _HEAD.unpack_from(body)
         if name != _FORMAT:
             return False
         self._offers.restore(zlib.decompress(body[_HEAD.size :]))
-        for bucket in self._buckets:
-            bucket.left = left * bucket.size
-            bucket.add(self._clock() - written_at)
+        for window in self._windows:
+            window.parts.extend(share * window.size for share in shares)
+            window.skip(int(max(0.0, self._clock() - written_at) / window.seconds * _PARTS))
         return True
 
     async def aclose(self) -> None:
@@ -187,14 +205,17 @@ class WriteBudget:
         """Write the file.
 
         Args:
-            reserve: share of the burst that may be spent until the next write. After a crash, it
+            reserve: share of the budget that may be spent until the next write. After a crash, it
                 counts as spent.
         """
         if self._path is None:
             return
         self._unkept_bytes = self._unkept_offers = 0
         self._has_reserve = reserve > 0
-        head = _HEAD.pack(_FORMAT, self._clock(), max(0.0, self.left - reserve))
+        window = self._day or self._windows[0]
+        shares = [part / window.size for part in window.parts]
+        shares[-1] += reserve
+        head = _HEAD.pack(_FORMAT, self._clock(), *shares)
         counters, path = self._offers.counters(), self._path
         try:
             self.refund(-await asyncio.to_thread(_write, path, head, counters))

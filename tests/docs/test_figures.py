@@ -396,13 +396,23 @@ def test_requests_to_an_object_store(name, kib):
     assert measured["all_share_of_requests"] <= 0.1
 
 
-@pytest.mark.parametrize("budget", ["0.75", "0.5", "0.25"])
-def test_hits_with_a_write_budget(budget):
-    measured = results("write_budget")["benches"]["write_budget"][f"budget_{budget}"]
-    names = ("hit", "disk_hit", "written", "fullest_day")
-    assert cells_of(MEASURED, f"{budget} of that")[1:] == [
-        f"{measured[f'{what}_ratio']:.2f}" for what in names
-    ]
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ("0.75 of that", "budget_0.75"),
+        ("0.5 of that", "budget_0.5"),
+        ("0.25 of that", "budget_0.25"),
+        ("no budget, blocks that are computed a second time", "computed_again"),
+        ("no budget, blocks that the disk will be asked for", "foresight"),
+    ],
+)
+@pytest.mark.parametrize(("load", "trace"), [("agents", "agent-a"), ("conversations", "conversation")])
+def test_hits_with_a_write_budget(load, trace, row, name):
+    measured = results("write_budget")["benches"]["write_budget"][trace][name]
+    cells = [f"{measured[f'{what}_ratio']:.2f}" for what in ("hit", "disk_hit", "written")]
+    if "fullest_day_ratio" in measured:
+        cells.append(f"{measured['fullest_day_ratio']:.2f}")
+    assert [cell for cell in cells_of(MEASURED, f"{load}: {row}")[1:] if cell] == cells
 
 
 @pytest.mark.parametrize("tokens", [1_024, 32_768])

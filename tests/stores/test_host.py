@@ -488,18 +488,18 @@ async def test_objects_beyond_the_memory_and_before_a_kill_are_on_the_disk(
 
 @pytest.mark.asyncio
 async def test_write_budget_below_admits_objects_that_are_used_again(folder: Path) -> None:
-    below = f"disk:{folder / 'disk'}?bytes=64MiB&min_free_bytes=0&write_bytes_per_day={32 * PITCH}"
-    server, blocks = HostServer(folder, f"{8 * PITCH}", below), Blocks()  # a burst of 4 objects
+    below = f"disk:{folder / 'disk'}?bytes=64MiB&min_free_bytes=0&write_bytes_per_day={8 * PITCH}"
+    server, blocks = HostServer(folder, f"{8 * PITCH}", below), Blocks()
     server.start()
     try:
         async with opened(HostMedium(server), blocks) as store:
-            await save(store, blocks, [0, 1])
-            await eventually(lambda: saved_below(server, 2))
-            await save(store, blocks, [2])  # a half is left: the third use is admitted
+            await save(store, blocks, range(7))
+            await eventually(lambda: saved_below(server, 7))
+            await save(store, blocks, [7])  # an eighth is left: the second use is admitted
 
             async def is_saved_after_a_use() -> bool:
-                assert (await store.load(keys_of([2]), ids(5))).tolist() == [DONE]
-                return await saved_below(server, 3)
+                assert (await store.load(keys_of([7]), ids(5))).tolist() == [DONE]
+                return await saved_below(server, 8)
 
             await eventually(is_saved_after_a_use)
         assert server.terminate() == 0

@@ -15,7 +15,7 @@ from aiokv.errors import ConfigError
 from aiokv.stores import StoreUse, stores_from
 from aiokv.stores.base import Result
 from aiokv.stores.proof import derive_keys
-from aiokv.stores.write_budget import MOST_OFFERS, WriteBudget
+from aiokv.stores.write_budget import WriteBudget
 from aiokv.testing import ScriptedStore
 from tests.stores.conformance import eventually
 from tests.unit.store_memory import Arena, digests
@@ -53,74 +53,71 @@ def test_the_mean_of_a_minute_is_limited_too():
     assert 30_000 < 100 * written <= 60_000
 
 
-def test_blocks_need_more_offers_the_less_of_the_budget_is_left():
-    budget = WriteBudget([(8_000, DAY)])  # a burst of 10 blocks of 100 bytes
-    needed = []
-    for number in range(10):
-        needed.append(budget.needed_offers)
-        offers = 0
-        while not budget.admit(keys_of(number), 100, 0.0)[0]:
-            offers += 1
-        assert offers + 1 == needed[-1]
-    assert needed == sorted(needed)
-    assert (needed[0], needed[-1]) == (1, MOST_OFFERS)
-    assert not any(budget.admit(keys_of(11), 100, 0.0)[0] for _ in range(10))
+def test_an_eighth_of_the_budget_is_left_to_blocks_that_are_offered_again():
+    budget = WriteBudget([(800, DAY)])
+    assert budget.admit(keys_of(*range(10)), 10, 0.0).all()
+    admitted = budget.admit(keys_of(*range(10, 80)), 10, 0.0)
+    assert admitted.tolist() == [True] * 60 + [False] * 10
+    assert budget.left == 1 / 8
+    assert budget.admit(keys_of(75, 100, 76), 10, 0.0).tolist() == [True, False, True]
+    assert budget.admit(keys_of(*range(70, 75), *range(77, 80), 100), 10, 0.0).sum() == 8
     assert budget.left == 0
-    assert budget.admit(keys_of(11), 100, DAY / 8)[0]
+    assert not budget.admit(keys_of(100), 10, 0.0).any()
 
 
-def test_bytes_that_were_not_written_are_given_back():
-    budget = WriteBudget([(8_000, DAY)])
-    assert budget.admit(keys_of(*range(12)), 100, 0.0).sum() == 10
-    budget.refund(300)
-    assert budget.left == pytest.approx(0.3)
-    budget.refund(10_000)
-    assert budget.left == 1.0
+def test_what_one_part_of_a_day_leaves_is_there_for_another():
+    budget = WriteBudget([(1_000, DAY)])
+    hour, day = 3_600.0, []
+    for now in np.arange(0.0, 3 * DAY, hour):
+        offered = 200 if now % DAY < 8 * hour else 0  # blocks, in working hours only
+        keys = keys_of(*(int(now) * 1_000 + i for i in range(offered)))
+        day.append(int(budget.admit(keys, 1, now).sum()) if offered else 0)
+    assert sum(day[24:48]) >= 0.87 * 1_000  # the rest is left to blocks that are offered again
+    assert sum(day[48:]) == sum(day[24:48])
 
 
 @pytest.mark.asyncio
 async def test_offers_and_the_rest_of_the_day_survive_a_restart(tmp_path: Path):
     path, now = tmp_path / "kv" / "admission", 1e9
-    budget = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    budget = WriteBudget([(1 << 30, DAY)], path, lambda: now)
     await budget.open()
-    assert budget.admit(keys_of(*range(100)), 10_000_000, 0.0).all()
+    assert budget.admit(keys_of(*range(94)), 10_000_000, 0.0).all()
     left = budget.left
-    assert 0 < left < 0.25
+    assert 0 < left < 1 / 8
     assert not budget.admit(keys_of(200), 10_000_000, 0.0)[0]
     await budget.aclose()
-    restarted = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    now += DAY / 2
+    restarted = WriteBudget([(1 << 30, DAY)], path, lambda: now)
     await restarted.open()
     assert restarted.left == pytest.approx(left, abs=0.001)
-    offers = 2
-    while not restarted.admit(keys_of(200), 10_000_000, 0.0)[0]:
-        offers += 1
-    assert offers == MOST_OFFERS
+    assert restarted.admit(keys_of(200, 201), 10_000_000, 0.0).tolist() == [True, False]
     await restarted.aclose()
-    now += DAY
-    later = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    now += DAY / 2 + 1_800
+    later = WriteBudget([(1 << 30, DAY)], path, lambda: now)
     await later.open()
-    assert later.left == 1.0
+    assert later.left == pytest.approx(1 - 10_000_000 / (1 << 30), abs=0.001)
     now -= 2 * DAY  # the clock of the system was set back
+    later.admit(keys_of(1), 10_000_000, 0.0)
     await later.aclose()
     now += DAY
-    await (back := WriteBudget([(8 << 30, DAY)], path, lambda: now)).open()
+    await (back := WriteBudget([(1 << 30, DAY)], path, lambda: now)).open()
     assert back.left <= 1.0
 
 
 @pytest.mark.asyncio
 async def test_a_crash_costs_a_part_of_the_budget_and_never_adds_to_it(tmp_path: Path):
     path, now = tmp_path / "admission", 1e9
-    killed = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    killed = WriteBudget([(1 << 30, DAY)], path, lambda: now)
     await killed.open()
     for number in range(20):  # no aclose
-        killed.admit(keys_of(number), 10_000_000, 0.0)
+        killed.admit(keys_of(number), 1_000_000, 0.0)
         await asyncio.sleep(0)
 
     async def is_written() -> bool:
         return path.exists()
 
     await eventually(is_written)
-    restarted = WriteBudget([(8 << 30, DAY)], path, lambda: now)
+    restarted = WriteBudget([(1 << 30, DAY)], path, lambda: now)
     await restarted.open()
     assert 0 < restarted.left < killed.left
 
@@ -167,9 +164,8 @@ async def test_a_damaged_file_counts_as_a_budget_that_is_spent(tmp_path: Path, d
 @pytest.mark.clock
 async def test_a_refused_block_is_offered_again_and_other_stores_are_not_asked_again():
     disk, other = ScriptedStore("disk"), ScriptedStore("other")
-    burst = 4 * PITCH_BYTES
-    async with Stores(StoreUse(disk, write_bytes_per_day=8 * burst), other) as s:
-        assert await s.save(0, 1, 2, 3) == [DONE] * 4  # the whole burst
+    async with Stores(StoreUse(disk, write_bytes_per_day=4 * PITCH_BYTES), other) as s:
+        assert await s.save(0, 1, 2, 3) == [DONE] * 4  # the whole budget
         assert await s.save(4, 5) == [REFUSED] * 2
         assert len(other.objects) == 6
         assert await s.save(4, 5) == [REFUSED] * 2
@@ -186,7 +182,7 @@ async def test_a_refused_block_is_offered_again_and_other_stores_are_not_asked_a
 @pytest.mark.clock
 async def test_failed_and_present_blocks_cost_no_budget():
     disk = ScriptedStore("disk", keeps_objects=True)
-    async with Stores(StoreUse(disk, write_bytes_per_day=32 * PITCH_BYTES)) as s:
+    async with Stores(StoreUse(disk, write_bytes_per_day=4 * PITCH_BYTES)) as s:
         disk.objects[derive_keys(FINGERPRINT, digests([1]))] = b""
         assert await s.save(1) == [DONE]
         disk.fail("save")
@@ -206,7 +202,7 @@ async def test_save_that_ends_before_its_write_costs_no_budget(monkeypatch: pyte
         await asyncio.Future()
 
     monkeypatch.setattr("aiokv.stores.proof.Proof.seal", seal)
-    async with Stores(StoreUse(disk, write_bytes_per_day=32 * PITCH_BYTES)) as s:
+    async with Stores(StoreUse(disk, write_bytes_per_day=4 * PITCH_BYTES)) as s:
         save = asyncio.create_task(s.save(1, 2))
         await sealing.wait()
         assert s.set.statistics()[0].write_budget_left == 0.5
