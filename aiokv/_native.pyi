@@ -870,6 +870,13 @@ class Core:
 
     def purge(self, salt: str) -> None: ...
 
+    @property
+    def reports_stores(self) -> bool:
+        """True if an event stream reports the stores."""
+
+    def note_lacking(self, lease: int) -> None:
+        """Report that no store has the first missing block of a lease."""
+
     def statistics(self) -> CoreStatistics: ...
 
     def group_statistics(self, group: int) -> GroupStatistics: ...

@@ -1153,8 +1153,8 @@ class CacheEngine(Unique):
                 each takes about ``100 + 4 * block_tokens`` bytes.
             data_parallel_rank: field of the batches, for receivers of several engines.
             stores: also report ``BlockStored`` with the medium ``"STORAGE"`` for blocks of the
-                tiers, when a save to a store, or a fetch from one, has ended. A store may drop a
-                block at any time, and what it drops is not reported, so this is a hint. A purge is
+                tiers, when a save to a store, or a fetch from one, has ended, and ``BlockRemoved``
+                when a request finds that the stores lack the block: a hint until then. A purge is
                 reported as ``AllBlocksCleared``, and the blocks that the tiers hold follow.
 
         Raises:

@@ -149,7 +149,15 @@ class Fetches:
         if self._groups:
             return bool(self._read.boundaries(lease_id).digests)
         _, digest = self._read.missing(lease_id, 1)
-        return bool(digest) and self._worker.stores.may_have(digest)
+        if not digest or self._worker.stores.may_have(digest):
+            return bool(digest)
+        self._note_lacking(lease_id)
+        return False
+
+    def _note_lacking(self, lease_id: int) -> None:
+        """Report that no store has the first missing block of a lease, if it was reported."""
+        if self._read.reports_stores:
+            self._dispatcher.apply(self._scheduler.fetches.note_lacking(lease_id))
 
     def begin(self, lease_id: int, timeout: float | None, queued_tokens: int) -> StoreWait:
         """Fetch the missing blocks of a lease that has its place in line, then let it be served.
@@ -262,6 +270,8 @@ class Fetches:
                 if is_again := reached < end and self._is_late(newest):
                     first, newest.late_id = reached, newest.transfer_id
                     continue
+            if reached == end and answer.is_lacking:
+                self._note_lacking(lease_id)
             if reached < end or (reached == end and not is_whole):
                 return
             first = reached  # the next part; other leases may have brought blocks of it

@@ -84,6 +84,12 @@ class Fetches:
         self._submit(transfer_id, priority)
         return transfer_id, self._outbox.pending
 
+    @guarded
+    def note_lacking(self, lease_id: int) -> tuple[None, Effects]:
+        """Note that no store has the first block of ``read.missing``, for KV events."""
+        self._core.note_lacking(lease_id)
+        return None, self._outbox.pending
+
     # --- parts of transitions -------------------------------------------------------------------
 
     def _submit(self, transfer_id: int, priority: Priority) -> None:

@@ -700,6 +700,11 @@ class CacheReader:
         """
         return BlockEvents(self._core, max_queued_blocks, with_stores=with_stores)
 
+    @property
+    def reports_stores(self) -> bool:
+        """True if a stream of ``block_events`` reports the stores."""
+        return self._core.reports_stores
+
 
 _STATES = {
     NativeState.MATCHED: LeaseState.MATCHED,

@@ -90,6 +90,7 @@ TRANSITIONS: Final = (
     "finish_step",
     "collect_backups",
     "fetches.begin",
+    "fetches.note_lacking",
     "store_saver.collect",
     "save",
     "peers.commit_received",
@@ -165,9 +166,7 @@ class CacheScheduler:
         self._outbox = Outbox()
         self._clock = StepClock()
         self._gate = Gate()
-        self._plans = PlanMaker(
-            core, saves_states=config.host_state_slots > 0, windows=config.windows
-        )
+        self._plans = PlanMaker(core, saves_states=self._saves_states, windows=config.windows)
         self._saver = Saver(config, core, self._plans, self._outbox)
         self.store_saver = StoreSaver(
             core, self._gate, self._plans, self._outbox, errors, has_stores

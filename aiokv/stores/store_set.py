@@ -45,10 +45,12 @@ class StoreAnswer(NamedTuple):
     Attributes:
         blocks: number of leading digests whose blocks are in a store.
         seconds: ``[blocks]`` float64, ascending: expected time to fetch the first i + 1 blocks.
+        is_lacking: the stores are known not to have the next block.
     """
 
     blocks: int
     seconds: NDArray[np.float64]
+    is_lacking: bool = False
 
 
 class Found(NamedTuple):
@@ -204,15 +206,15 @@ class StoreSet:
     def may_have(self, digest: bytes) -> bool:
         """Return False if all stores that are read are known not to have a block; a lookup of a
         prompt that begins with the block is then not needed."""
-        if self._proof is None:
-            return False
-        key = derive_keys(self._fingerprint, digest)
-        guards = [guard for guard in self._guards if guard.use.read]
-        if any(guard.may_have_any(key) for guard in guards):
+        if self._may_have(derive_keys(self._fingerprint, digest)):
             return True
-        for guard in guards:
-            guard.note_spared_lookup()
+        for guard in self._guards:
+            if guard.use.read:
+                guard.note_spared_lookup()
         return False
+
+    def _may_have(self, key: bytes) -> bool:
+        return any(guard.use.read and guard.may_have_any(key) for guard in self._guards)
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have, and how long fetching them takes.
@@ -236,11 +238,12 @@ class StoreSet:
         found = await self._ask(readable, keys, is_prefix=True)
         anywhere = found.any(axis=0)
         blocks = num_blocks if anywhere.all() else int(anywhere.argmin())
-        if not blocks:
-            return NOTHING
+        next_key = keys[blocks * KEY_BYTES :][:KEY_BYTES]
+        is_lacking = bool(next_key) and not self._may_have(next_key)
         holders = found[:, :blocks]
-        self._lookups.remember(keys[: blocks * KEY_BYTES], holders)
-        return StoreAnswer(blocks, self._fetch_seconds(holders))
+        if blocks:
+            self._lookups.remember(keys[: blocks * KEY_BYTES], holders)
+        return StoreAnswer(blocks, self._fetch_seconds(holders), is_lacking)
 
     async def find(self, digests: bytes) -> Found:
         """Return which objects the stores have, and how long fetching each of them takes.

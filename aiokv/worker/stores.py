@@ -81,7 +81,7 @@ class WorkerStores:
 
     def may_have(self, digest: bytes) -> bool:
         """Return False if no store has a block; see :meth:`StoreSet.may_have`."""
-        return self._answers and self._stores.may_have(digest)
+        return not self._answers or self._stores.may_have(digest)
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores for blocks; see :meth:`StoreSet.lookup`."""

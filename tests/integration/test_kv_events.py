@@ -14,6 +14,7 @@ from aiokv import CacheConfig, CacheEngine, Item
 from aiokv.errors import ClosedError, UsageError
 from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from aiokv.events.schema import BatchEncoder
+from aiokv.stores import StoreUse
 from aiokv.testing import (
     ScriptedStore,
     TransitionLog,
@@ -498,3 +499,61 @@ async def test_after_a_purge_no_block_of_the_salt_is_reported_as_stored():
         assert {salt for salt, _, _ in view.blocks.values()} <= {"kept"}
         assert view.contents() == index_of(engine.inspect.parts.scheduler.read)
         assert "AllBlocksCleared" not in names(take_all(without))
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+@pytest.mark.parametrize("knows", [True, False])  # the store knows without a lookup what it lacks
+async def test_stored_block_is_removed_when_a_request_finds_that_the_stores_lack_it(
+    monkeypatch: pytest.MonkeyPatch, knows: bool
+):
+    tokens, store, view = prompt(1, 4), ScriptedStore(), View()
+    if knows:
+        monkeypatch.setattr(store, "may_have_any", lambda keys: keys[:32] in store.objects)
+    use = StoreUse(store, remember_missing_seconds=0.0 if knows else 5.0)
+    engine = CacheEngine(config(model="tests"), stores=[use])
+    async with engine, engine.kv_events(stores=True) as events:
+        await compute(engine, tokens)
+        await engine.drain()
+        take_all(events, view)
+        await engine.evict(4, tier="device")
+        await engine.evict(4, tier="host")
+        take_all(events, view)
+        stored = [view.blocks[one][2] for one in view.media["STORAGE"]]
+        assert len(stored) == 4
+        lost = list(store.objects)[2]
+        del store.objects[lost]  # the store has evicted it
+        async with engine.match(tokens) as lease:
+            await lease.allocate(len(tokens), wait_store=math.inf)
+            assert lease.cached_tokens == 2 * BLOCK_TOKENS
+            removed = [e for e in take_all(events, view) if type(e).__name__ == "BlockRemoved"]
+            assert media_of(removed) == [("BlockRemoved", "STORAGE", 1)]
+            left = {view.blocks[one][2] for one in view.media["STORAGE"]}
+            assert {len(text) // 4 // BLOCK_TOKENS for text in left} == {1, 2, 4}
+            lease.commit(len(tokens))
+            engine.step()
+        await engine.drain()
+        take_all(events, view)
+        assert len(view.media["STORAGE"]) == 4  # it was saved again
+        async with engine.match(prompt(2, 4)) as lease:  # was never reported
+            await lease.allocate(len(tokens), wait_store=math.inf)
+            assert media_of(take_all(events, view)) == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+async def test_blocks_of_a_store_that_fails_stay_reported():
+    tokens, store, view = prompt(1, 4), ScriptedStore(), View()
+    engine = CacheEngine(config(model="tests"), stores=[store])
+    async with engine, engine.kv_events(stores=True) as events:
+        await compute(engine, tokens)
+        await engine.drain()
+        take_all(events, view)
+        await engine.evict(4, tier="device")
+        await engine.evict(4, tier="host")
+        store.fail("lookup")
+        async with engine.match(tokens) as lease:
+            await lease.allocate(len(tokens), wait_store=math.inf)
+            assert lease.cached_tokens == 0
+        take_all(events, view)
+        assert len(view.media["STORAGE"]) == 4

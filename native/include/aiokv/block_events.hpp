@@ -11,10 +11,11 @@
 //
 // A stream with stores also reports the blocks of the tiers that a store has, when a save or a
 // fetch of theirs has ended. They stay reported when the tiers have lost them, because the stores
-// keep them.
+// keep them, until a lookup has found that no store does.
 //
 // A stream whose queue is full drops it, reports that everything is gone, and sweeps again. A
-// stream with stores does so after a purge, which removes blocks that the index does not know.
+// stream with stores does so after a purge, which removes blocks that the index does not know, and
+// when it has reported more stored blocks than it may remember.
 #pragma once
 
 #include <cstddef>
@@ -22,6 +23,7 @@
 #include <deque>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "aiokv/core_types.hpp"
@@ -77,6 +79,9 @@ class BlockEvents {
     void clear();
     // Objects of blocks were removed from the stores.
     void note_purge();
+    // A block that no tier has is in no store, either.
+    void note_lacking(const Digest& digest);
+    bool has_stores() const { return has_stores_; }
 
     // -- streams
     // Opens a stream that reports all existing blocks, and then each change. Its queue holds events
@@ -104,6 +109,7 @@ class BlockEvents {
         std::vector<std::uint8_t> reported;  // by node: a bit per medium, and kSwept
         std::deque<BlockRun> queue;
         std::size_t queued_blocks = 0;
+        std::unordered_set<std::uint64_t> in_stores;  // beginnings of the digests reported there
         bool sweeps = false;
         bool sweeps_again = false;
         NodeId next = 0;  // next node of the sweep
@@ -131,7 +137,7 @@ class BlockEvents {
     template <class Takes>
     static BlockRun* open_run(Stream& stream, BlockEvent event, Medium medium, Takes takes);
     void add_stored(Stream& stream, NodeId node, std::uint8_t media);
-    void add_removed(Stream& stream, NodeId node, std::uint8_t media);
+    void add_removed(Stream& stream, const Digest& digest, std::uint8_t media);
     void sweep(Stream& stream, std::size_t max_blocks);
     void restart_if_full(Stream& stream);
 
@@ -141,6 +147,7 @@ class BlockEvents {
     StoredBlocks& stored_;
     std::unordered_map<EventStreamId, Stream> streams_;
     EventStreamId last_id_ = 0;
+    bool has_stores_ = false;  // a stream reports the stores
     std::vector<NodeId> roots_;    // roots of reported nodes
     std::vector<NodeId> unswept_;  // scratch
 };

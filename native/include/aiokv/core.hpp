@@ -348,6 +348,8 @@ class Core {
     void reset();
     // Makes all blocks of a salt unmatchable: see Tiers::purge().
     void purge(std::string_view salt);
+    // No store has the first block of missing().
+    void note_lacking(LeaseId id);
     std::uint32_t device_blocks() const { return device_.capacity(); }
     std::uint32_t block_tokens() const { return config_.block_tokens; }
 

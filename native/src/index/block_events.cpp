@@ -1,6 +1,7 @@
 #include "aiokv/block_events.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "aiokv/error.hpp"
@@ -12,6 +13,7 @@ namespace {
 
 constexpr std::size_t kRunBlocks = 256;       // most blocks per event
 constexpr std::size_t kSweepNodes = 1 << 14;  // most nodes per drain()
+constexpr std::size_t kMaxInStores = 1 << 20;  // besides the blocks of the tiers; 48 bytes each
 constexpr Medium kMedia[] = {Medium::kDevice, Medium::kHost, Medium::kStore};
 
 std::uint8_t bit_of(Medium medium) {
@@ -19,6 +21,13 @@ std::uint8_t bit_of(Medium medium) {
 }
 
 const std::uint8_t kTiers = bit_of(Medium::kDevice) | bit_of(Medium::kHost);
+const std::uint8_t kStores = bit_of(Medium::kStore);
+
+std::uint64_t beginning_of(const Digest& digest) {
+    std::uint64_t beginning;
+    std::memcpy(&beginning, digest.data(), sizeof(beginning));
+    return beginning;
+}
 
 }  // namespace
 
@@ -32,6 +41,7 @@ void BlockEvents::Stream::begin_sweep(NodeId end) {
 void BlockEvents::Stream::clear() {
     queue.clear();
     queued_blocks = 0;
+    in_stores.clear();
     std::fill(reported.begin(), reported.end(), std::uint8_t{0});
     BlockRun cleared;
     cleared.event = BlockEvent::kCleared;
@@ -41,7 +51,8 @@ void BlockEvents::Stream::clear() {
 EventStreamId BlockEvents::open(std::size_t max_blocks, bool with_stores) {
     Stream stream;
     stream.max_blocks = std::max<std::size_t>(max_blocks, 1);
-    stream.media = static_cast<std::uint8_t>(kTiers | (with_stores ? bit_of(Medium::kStore) : 0));
+    stream.media = static_cast<std::uint8_t>(kTiers | (with_stores ? kStores : 0));
+    has_stores_ |= with_stores;
     stream.begin_sweep(tree_.end_id());
     streams_.emplace(++last_id_, std::move(stream));
     return last_id_;
@@ -49,6 +60,9 @@ EventStreamId BlockEvents::open(std::size_t max_blocks, bool with_stores) {
 
 void BlockEvents::close(EventStreamId id) {
     streams_.erase(id);
+    has_stores_ = std::any_of(streams_.begin(), streams_.end(), [](const auto& entry) {
+        return (entry.second.media & kStores) != 0;
+    });
     if (streams_.empty()) std::vector<NodeId>().swap(roots_);
 }
 
@@ -96,7 +110,16 @@ void BlockEvents::clear() {
 
 void BlockEvents::note_purge() {
     for (auto& [id, stream] : streams_) {
-        if ((stream.media & bit_of(Medium::kStore)) != 0) stream.restart(tree_.end_id());
+        if ((stream.media & kStores) != 0) stream.restart(tree_.end_id());
+    }
+}
+
+void BlockEvents::note_lacking(const Digest& digest) {
+    for (auto& [id, stream] : streams_) {
+        if (stream.in_stores.erase(beginning_of(digest)) != 0) {
+            add_removed(stream, digest, kStores);
+            restart_if_full(stream);
+        }
     }
 }
 
@@ -108,7 +131,8 @@ void BlockEvents::report_change(NodeId node) {
         const auto lost = static_cast<std::uint8_t>(before & ~now);
         const auto gained = static_cast<std::uint8_t>(now & ~before);
         bits = now == 0 ? std::uint8_t{0} : static_cast<std::uint8_t>(bits & ~lost);
-        add_removed(stream, node, lost & kTiers);
+        // The digest is known since the block was reported.
+        if ((lost & kTiers) != 0) add_removed(stream, stored_.digest(node), lost & kTiers);
         if (gained != 0 && (!stream.sweeps || (bits & kSwept) != 0)) {
             bits = static_cast<std::uint8_t>(bits | gained);
             add_stored(stream, node, gained);
@@ -176,6 +200,7 @@ void BlockEvents::add_stored(Stream& stream, NodeId node, std::uint8_t media) {
             if (has_parent) run->parent = stored_.digest(parent);
             run->context = index_.context_of_root(root);
         }
+        if (medium == Medium::kStore) stream.in_stores.insert(beginning_of(digest));
         run->digests.push_back(digest);
         run->tokens.insert(run->tokens.end(), tokens, tokens + config_.block_tokens);
         if (key != kNoItems || !run->items.empty()) {
@@ -186,7 +211,7 @@ void BlockEvents::add_stored(Stream& stream, NodeId node, std::uint8_t media) {
     }
 }
 
-void BlockEvents::add_removed(Stream& stream, NodeId node, std::uint8_t media) {
+void BlockEvents::add_removed(Stream& stream, const Digest& digest, std::uint8_t media) {
     for (const Medium medium : kMedia) {
         if ((media & bit_of(medium)) == 0) continue;
         BlockRun* run =
@@ -196,13 +221,13 @@ void BlockEvents::add_removed(Stream& stream, NodeId node, std::uint8_t media) {
             run->event = BlockEvent::kRemoved;
             run->medium = medium;
         }
-        // The digest is known since the block was reported.
-        run->digests.push_back(stored_.digest(node));
+        run->digests.push_back(digest);
         ++stream.queued_blocks;
     }
 }
 
 void BlockEvents::restart_if_full(Stream& stream) {
+    if (stream.in_stores.size() > kMaxInStores + tree_.end_id()) stream.restart(tree_.end_id());
     if (stream.queued_blocks <= stream.max_blocks) return;
     stream.counts.dropped_blocks += stream.queued_blocks;
     ++stream.counts.restarts;

@@ -309,6 +309,10 @@ void Core::purge(std::string_view salt) {
     events_.note_purge();
 }
 
+void Core::note_lacking(LeaseId id) {
+    for (const Digest& digest : missing(id, 1).digests) events_.note_lacking(digest);
+}
+
 Usage Core::usage(LeaseId id) const {
     const Lease& lease = leases_.at(id);
     const std::uint32_t cached = std::min(lease.cached_tokens, lease.prompt_tokens);

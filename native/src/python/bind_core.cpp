@@ -902,6 +902,11 @@ void bind_core(nb::module_& m) {
         .def("forget_host", &Core::forget_host)
         .def("reset", &Core::reset)
         .def("purge", &Core::purge, "salt"_a)
+        .def_prop_ro(
+            "reports_stores", [](Core& core) { return core.events().has_stores(); },
+            "True if an event stream reports the stores.")
+        .def("note_lacking", &Core::note_lacking, "lease"_a,
+             "Report that no store has the first missing block of a lease.")
         .def("statistics", &Core::statistics)
         .def("group_statistics", &Core::group_statistics, "group"_a)
         .def("violations", &Core::violations)
