@@ -794,8 +794,8 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         float,
         gauge(
             "store_write_budget_left",
-            "Share of the write budget that may be spent now: above 0.125 each block is saved, below "
-            "it those used a second time, at 0 none. 1 without a budget.",
+            "Share of the write budget that is left: above 0.125 each block is saved, below it "
+            "those used a second time, at 0 none. 1 without a budget.",
         ),
     ] = 1.0
     lookup_seconds: Annotated[float, _STORE_SECONDS(operation="lookup")]

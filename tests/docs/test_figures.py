@@ -406,7 +406,9 @@ def test_requests_to_an_object_store(name, kib):
         ("no budget, blocks that the disk will be asked for", "foresight"),
     ],
 )
-@pytest.mark.parametrize(("load", "trace"), [("agents", "agent-a"), ("conversations", "conversation")])
+@pytest.mark.parametrize(
+    ("load", "trace"), [("agents", "agent-a"), ("conversations", "conversation")]
+)
 def test_hits_with_a_write_budget(load, trace, row, name):
     measured = results("write_budget")["benches"]["write_budget"][trace][name]
     cells = [f"{measured[f'{what}_ratio']:.2f}" for what in ("hit", "disk_hit", "written")]
