@@ -147,7 +147,7 @@ class BlockEvents {
     StoredBlocks& stored_;
     std::unordered_map<EventStreamId, Stream> streams_;
     EventStreamId last_id_ = 0;
-    bool has_stores_ = false;  // a stream reports the stores
+    bool has_stores_ = false;      // a stream reports the stores
     std::vector<NodeId> roots_;    // roots of reported nodes
     std::vector<NodeId> unswept_;  // scratch
 };

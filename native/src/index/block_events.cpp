@@ -11,8 +11,8 @@
 namespace aiokv {
 namespace {
 
-constexpr std::size_t kRunBlocks = 256;       // most blocks per event
-constexpr std::size_t kSweepNodes = 1 << 14;  // most nodes per drain()
+constexpr std::size_t kRunBlocks = 256;        // most blocks per event
+constexpr std::size_t kSweepNodes = 1 << 14;   // most nodes per drain()
 constexpr std::size_t kMaxInStores = 1 << 20;  // besides the blocks of the tiers; 48 bytes each
 constexpr Medium kMedia[] = {Medium::kDevice, Medium::kHost, Medium::kStore};
 
