@@ -49,7 +49,10 @@ class StepPace:
                 ``PrefillClock``.
         """
         last, self._ended = self._ended, self._clock()
-        ended = [self._begun.pop(number)[0] for number in list(self._begun) if number <= step]
+        begun = self._begun
+        ended = []
+        while begun and (number := next(iter(begun))) <= step:
+            ended.append(begun.pop(number)[0])
         if len(ended) == 1:
             self._recent.append(self._ended - max(ended[0], last))
         if prefill is not None:
@@ -84,6 +87,8 @@ class Arrivals:
 
     Attributes:
         steps_wait: as the argument.
+        unreported: requests of which vLLM was told that their loads have ended, before their
+            workers have reported it.
     """
 
     def __init__(
@@ -98,13 +103,9 @@ class Arrivals:
         self._pace = pace
         self.steps_wait = steps_wait
         self._clock = clock
-        self._unreported: set[str] = set()
+        self.unreported: set[str] = set()
         self._waits: list[CachedRequest] = []  # told since the last step was built
         self._ready_at = 0.0  # expected end of the loads that steps in flight wait for
-
-    def is_unreported(self, request_id: str) -> bool:
-        """Return True if vLLM was told of a load whose end the workers have yet to report."""
-        return request_id in self._unreported
 
     def suits_step(self, num_blocks: int, num_computing: int) -> bool:
         """Return True if the step that is being scheduled should wait for a load that begins now.
@@ -121,7 +122,7 @@ class Arrivals:
         """Let the step that is being built wait for the load of a request that it computes."""
         if cached.onload is not None:
             cached.onload.is_told = True
-            self._unreported.add(cached.request_id)
+            self.unreported.add(cached.request_id)
             self._waits.append(cached)
 
     def add_to(
@@ -140,8 +141,8 @@ class Arrivals:
             if onload is not None and not onload.is_told:
                 onload.is_told = True
                 num_computing += 1
-        known = ended & self._unreported
-        self._unreported -= known
+        known = ended & self.unreported
+        self.unreported -= known
         ended -= known
         for request_id, cached in loading.items():
             onload = cached.onload
@@ -152,7 +153,7 @@ class Arrivals:
                 not onload.layers.is_done and self._ends_in_time(cached, num_computing)
             ):
                 onload.is_told = True
-                self._unreported.add(request_id)
+                self.unreported.add(request_id)
                 ended.add(request_id)
                 num_computing += 1
                 if not has_arrived:
@@ -181,6 +182,8 @@ class Arrivals:
 
     def take_waits(self) -> list[CachedRequest]:
         """Return the requests for whose loads the step that is built has to wait."""
+        if not self._waits:
+            return []
         waits, self._waits = self._waits, []
         for cached in waits:
             if cached.onload is not None and cached.onload.layers is not None:

@@ -138,7 +138,8 @@ class FreedBlocks:
 
     def note_ended(self, step: int) -> None:
         """Note that all steps up to ``step`` have ended."""
-        self._ended_step = max(self._ended_step, step)
+        if step > self._ended_step:
+            self._ended_step = step
         if self._uses:
             self._uses = [use for use in self._uses if not use.is_over(self._ended_step)]
             self._num_blocks = sum(len(use.block_ids) for use in self._uses)

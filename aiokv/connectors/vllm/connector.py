@@ -71,7 +71,6 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         join_log("vllm")
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config, kv_cache_config, self._options)
-        self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             compat.check_version()
@@ -87,7 +86,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._options.step_wait_seconds,
             )
             pace = StepPace()
-            self._scheduler = SchedulerHalf(
+            self._half_of_scheduler = SchedulerHalf(
                 self._cache,
                 self._options,
                 is_active=reason is None,
@@ -263,20 +262,15 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The engine of the scheduler half."""
         return self._cache.engine
 
-    @property
-    def _half_of_scheduler(self) -> SchedulerHalf:
-        assert self._scheduler is not None, "this is the connector of a worker"
-        return self._scheduler
-
     # --- statistics -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStatistics | None:
         """Return the counts since the last report of this half; None if there are none."""
-        if self._scheduler is not None:  # vLLM asks it only after a report of a worker
+        if self.role == KVConnectorRole.SCHEDULER:  # asked only after a report of a worker
             counts = self._counts.report(
                 self._cache.cache_statistics(), errors=self._cache.num_errors
             )
-            counts["requests"] = self._scheduler.num_requests
+            counts["requests"] = self._half_of_scheduler.num_requests
             counts["usable"] = int(self._cache.is_usable)
             if self._options.stores:
                 counts |= self._counts.report_stores(self._cache.statistics())
@@ -313,8 +307,8 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """End the threads of this half. Idempotent."""
         if self._worker is not None:
             self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.reset()
+        if self.role == KVConnectorRole.SCHEDULER:
+            self._half_of_scheduler.reset()
             self._cache.close()
 
 

@@ -61,9 +61,8 @@ class Saves:
 
     def leave_finishing(self) -> None:
         """Release the leases of the requests whose last step vLLM has not reported."""
-        for cached in self._finishing:
-            self.leave(cached)
-        self._finishing.clear()
+        while self._finishing:
+            self.leave(self._finishing.pop())
 
     def are_wanted(self, cached: CachedRequest) -> bool:
         """Return True if the blocks that a request computes are to be saved."""

@@ -61,6 +61,10 @@ log = Log(__name__)
 # prompts.
 DECISION_SECONDS: Final = 0.002
 
+# Positions of a request that decodes are saved together, up to a multiple of this number: a save
+# costs the scheduler's thread about as much as the rest of a step.
+SAVED_TOKENS: Final = 64
+
 # Longest time for which a request that vLLM has no room for keeps its match. Blocks that other
 # requests have saved since are found after this time, or as soon as vLLM has room.
 KEEP_SECONDS: Final = 1.0
@@ -104,6 +108,8 @@ class SchedulerHalf:
         self._groups = groups
         self._step_tokens = step_tokens
         self._block_tokens = groups.block_tokens
+        # vLLM frees blocks of windows and states while the request runs.
+        self._saved_tokens = max(groups.block_tokens, 0 if groups.sides else SAVED_TOKENS)
         self._layerwise = options.load == "layerwise"
         self._follows_resets = options.follow_resets
         self._wait_store = options.store_wait_seconds if options.stores else 0.0
@@ -121,6 +127,7 @@ class SchedulerHalf:
         self._due: dict[int, list[CachedRequest]] = {}  # by the next step to look at them
         self._most_generated = 1  # most tokens that a step has computed of a request that decodes
         self._last_scheduled: Mapping[str, int] = {}  # tokens of the last step, by request
+        self._missed_preemption = False  # vLLM has preempted a request that no step lists
         self._freed = FreedBlocks()
         self._retired = RetiredLeases(
             pool,
@@ -140,7 +147,7 @@ class SchedulerHalf:
             The number, or None if vLLM is to call again later; and True if the request waits for
             the load while other requests compute, False if its first step waits layer by layer.
         """
-        if self._arrivals.is_unreported(request.request_id):
+        if request.request_id in self._arrivals.unreported:
             return None, False  # preempted; the workers have yet to report its last load
         if self._has_no_room:
             if (waiting := self._waiting.get(request.request_id)) is not None:
@@ -150,6 +157,7 @@ class SchedulerHalf:
             self._follow_reset()
         cached = self._requests.get(request.request_id)
         if cached is not None and cached.was_preempted:
+            self._missed_preemption = True
             self._leave(cached)
             cached = None
         if cached is not None and not self._keeps_match(cached, local):
@@ -366,19 +374,17 @@ class SchedulerHalf:
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """Return the message to the workers for a step that was scheduled."""
-        self._drop_preempted()
-        for cached in list(self._waiting.values()):
-            if cached.request.status.name == "WAITING_FOR_REMOTE_KVS":
-                self._loads.add(cached, self._blocks_of(cached))  # `allocated` is called later
-            elif cached.granting is None and cached.asked_after < self._step:
-                self._leave(cached)  # vLLM asks for other requests now: let its blocks be evicted
+        self._drop_preempted(output.preempted_req_ids or ())
+        if self._waiting:
+            self._leave_unasked()
         self._saves.leave_finishing()
         self._step += 1
         written = self._record(output)
         if self._groups.sides:
             compat.leave_unzeroed(output, self._loads.written_blocks())
-        self._retired.note_given(written)
-        self._loads.wait_for_transfers(written)
+        if written:
+            self._retired.note_given(written)
+            self._loads.wait_for_transfers(written)
         self._loads.begin()
         waits = self._arrivals.take_waits()
         if waits:
@@ -389,21 +395,29 @@ class SchedulerHalf:
             ]
         is_empty = not output.total_num_scheduled_tokens
         prompt_tokens = _prompt_tokens(output)
-        if not waits and not self._loads.has_step_loads:
+        if prompt_tokens and not waits and not self._loads.has_step_loads:
             self._prefills.begin(self._step, prompt_tokens)  # else the step waits for loads
         if not is_empty:
             self._pace.begin(self._step, prompt_tokens)
         message = StepMetadata(
             self._step,
             self._loads.take_messages(),
-            [cached.request_id for cached in waits],
-            is_empty=is_empty,
+            [cached.request_id for cached in waits] if waits else [],
+            is_empty,
         )
         self._queued = self._computing = None
         self._has_no_room = False
         self._computes_more = False
         self._decision_seconds = DECISION_SECONDS
         return message
+
+    def _leave_unasked(self) -> None:
+        """Leave the waiting requests for which vLLM has not asked: it asks for others now."""
+        for cached in list(self._waiting.values()):
+            if cached.request.status.name == "WAITING_FOR_REMOTE_KVS":
+                self._loads.add(cached, self._blocks_of(cached))  # `allocated` is called later
+            elif cached.granting is None and cached.asked_after < self._step:
+                self._leave(cached)  # let its blocks be evicted
 
     def _record(self, output: SchedulerOutput) -> list[int]:
         """Note the positions that the step computes; return the blocks that it may write to.
@@ -419,10 +433,9 @@ class SchedulerHalf:
             written += self._groups.blocks_of(new.block_ids, new.num_computed_tokens // size)
             self._begin_prefill(new.req_id, new.block_ids)
         running = output.scheduled_cached_reqs
-        for i, blocks in enumerate(running.new_block_ids):
-            if blocks is None:
-                continue
-            request_id = running.req_ids[i]
+        given = running.new_block_ids
+        for i in [i for i, blocks in enumerate(given) if blocks is not None] if any(given) else ():
+            blocks, request_id = given[i], running.req_ids[i]
             if request_id in running.resumed_req_ids:
                 written += self._groups.blocks_of(blocks, running.num_computed_tokens[i] // size)
                 self._begin_prefill(request_id, blocks)
@@ -466,13 +479,14 @@ class SchedulerHalf:
             self._due.setdefault(self._step, []).append(cached)
 
     def _watch(self, cached: CachedRequest) -> None:
-        """Let ``_record`` look at a request that decodes when it completes its next block."""
+        """Let ``_record`` look at a request that decodes when it completes its next blocks."""
         if cached.computed < cached.request.num_tokens - 1:
             return
         cached.due, cached.due_step = sys.maxsize, 0
         if self._saves.are_wanted(cached):
-            size = self._block_tokens
-            cached.due = (min(cached.computed // size, len(cached.table)) + 1) * size
+            size = self._saved_tokens
+            done = min(cached.computed, len(cached.table) * self._block_tokens)
+            cached.due = (done // size + 1) * size
             self._look_again(cached, cached.request.num_computed_tokens)
 
     def _look_again(self, cached: CachedRequest, computed: int) -> None:
@@ -518,24 +532,29 @@ class SchedulerHalf:
             step: number of the step.
             failed_blocks: blocks whose loads have failed; vLLM computes them again.
         """
-        self._check_waited(step)
+        if self._waited:
+            self._check_waited(step)
         prefill = self._prefills.end(step)
         self._pace.end(step, prefill)
         event = self._cache.take_event(step)
         self._saves.note_answers()
         if failed_blocks:
             self._note_failures(set(failed_blocks))
-        ended: dict[CachedRequest, None] = {}
-        for number in [number for number in self._records if number <= step]:
-            for cached, end in self._records.pop(number).ends:
-                if failed_blocks and not set(cached.table).isdisjoint(failed_blocks):
-                    continue
-                # The model has not computed with the last token, and drafts behind it were
-                # rejected.
-                cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
-                ended[cached] = None
-        for cached in ended:
-            self._watch(cached)
+        ended: dict[CachedRequest, int] = {}
+        records = self._records
+        while records and (number := next(iter(records))) <= step:
+            ended.update(records.pop(number).ends)
+        for cached in self._saves.finishing:
+            if cached.due:  # past its prompt: all tokens but the last one were computed
+                ended[cached] = sys.maxsize
+        if failed_blocks:
+            failed = set(failed_blocks)
+            ended = {each: end for each, end in ended.items() if failed.isdisjoint(each.table)}
+        for cached, end in ended.items():
+            # The model has not computed with the last token, and drafts behind it were rejected.
+            cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
+            if not cached.ended:
+                self._watch(cached)
         if ended or self._saves.finishing or self._cache.closes_steps_on_ranks:
             self._saves.commit(ended, event, prefill)
         self._freed.note_ended(step)
@@ -546,6 +565,8 @@ class SchedulerHalf:
         Args:
             reported: those whose loads had ended when the workers began the step.
         """
+        if not reported and not self._loads.requests:
+            return None
         ended = self._arrivals.add_to(reported, self._loads.requests, self._num_computing)
         self._computing = None
         return ended
@@ -600,15 +621,27 @@ class SchedulerHalf:
         last_step = max(steps, default=0)
         self._freed.add(cached.tables.ids(), last_step, None)
 
-    def _drop_preempted(self) -> None:
-        """Drop the preempted requests: vLLM 0.22 does not list all of them."""
-        preempted = [
-            cached
-            for cached in self._requests.values()
-            if cached.request.num_preemptions != cached.preemptions  # fast: no call per request
-        ]
-        for cached in preempted:
-            self._leave(cached)
+    def _drop_preempted(self, listed: Collection[str]) -> None:
+        """Drop the preempted requests.
+
+        Args:
+            listed: those that vLLM lists with the step. 0.22 does not list those of a reset of its
+                cache, which preempts all requests that run: then all are looked at.
+        """
+        requests = self._requests
+        for request_id in self._last_scheduled:
+            cached = requests.get(request_id)
+            if cached is not None and cached.uses_cache and not cached.was_preempted:
+                break  # it ran before and runs now, or was matched again since: see `matched`
+        else:
+            self._missed_preemption = True
+        if self._missed_preemption:
+            listed = list(requests)
+            self._missed_preemption = False
+        for request_id in listed:
+            cached = requests.get(request_id)
+            if cached is not None and cached.was_preempted:
+                self._leave(cached)
 
     def _follow_reset(self) -> None:
         """Forget all blocks after vLLM has emptied its cache: the weights may have changed."""

@@ -58,8 +58,10 @@ class Tensors:
 
     def take_event(self, step: int) -> Event | None:
         """Return the event of a step, and forget it and those of earlier steps."""
-        event = self._events.get(step)
-        self._events = {number: e for number, e in self._events.items() if number > step}
+        events = self._events
+        event = events.pop(step, None)
+        while events and (number := next(iter(events))) < step:
+            del events[number]
         return event
 
 

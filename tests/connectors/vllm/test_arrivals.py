@@ -68,10 +68,10 @@ def test_a_load_that_has_arrived_is_told_before_its_report_and_once() -> None:
     load.has_arrived = True
     assert server.told() == {"a"}
     assert server.arrivals.take_waits() == []
-    assert server.arrivals.is_unreported("a")
+    assert "a" in server.arrivals.unreported
     assert server.told() is None
     assert server.told({"a", "of another connector"}) == {"of another connector"}
-    assert not server.arrivals.is_unreported("a")
+    assert "a" not in server.arrivals.unreported
 
 
 def test_a_load_that_was_reported_is_not_told_again() -> None:
@@ -80,7 +80,7 @@ def test_a_load_that_was_reported_is_not_told_again() -> None:
     load.has_arrived = True
     assert server.told({"a"}) == {"a"}
     assert server.told() is None
-    assert not server.arrivals.is_unreported("a")
+    assert "a" not in server.arrivals.unreported
 
 
 def test_a_failed_load_is_left_to_its_report() -> None:
@@ -146,11 +146,11 @@ def test_a_request_that_joins_a_step_is_not_told_by_its_report() -> None:
     server = Server()
     load = server.load("a", 10)
     server.arrivals.join(server.loading["a"])
-    assert server.arrivals.is_unreported("a")
+    assert "a" in server.arrivals.unreported
     assert server.arrivals.take_waits() == [server.loading["a"]]
     load.has_arrived = True
     assert server.told({"a"}) is None
-    assert not server.arrivals.is_unreported("a")
+    assert "a" not in server.arrivals.unreported
 
 
 def test_the_prompt_of_a_step_in_flight_counts() -> None:
