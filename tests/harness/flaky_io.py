@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.stores.disk.io import BlockIo
+    from aiokv.stores.disk.io import DiskIo
 
 Operation = Literal["read", "write", "flush"]
 
@@ -92,7 +92,7 @@ class FlakyIo:
         held: calls that wait for a gate.
     """
 
-    def __init__(self, io: BlockIo) -> None:
+    def __init__(self, io: DiskIo) -> None:
         self._io = io
         self._rules: list[_Fault] = []
         self._gates: dict[Operation, Gate] = {}

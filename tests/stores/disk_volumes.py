@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.stores.disk.io import BlockIo
+    from aiokv.stores.disk.io import DiskIo
 
 SECTOR_BYTES = 512
 
@@ -68,7 +68,7 @@ class FailingVolume(Volume):
         self._check("rename")
         super().rename(old, new)
 
-    def open_io(self) -> BlockIo:
+    def open_io(self) -> DiskIo:
         self.io = FlakyIo(super().open_io())
         return self.io
 
@@ -172,14 +172,14 @@ class RecordingVolume(Volume):
         super().sync_directory()
         self.end(event)
 
-    def open_io(self) -> BlockIo:
+    def open_io(self) -> DiskIo:
         return RecordingIo(super().open_io(), self)
 
 
 class RecordingIo:
     """The blocks of a recording volume."""
 
-    def __init__(self, io: BlockIo, volume: RecordingVolume) -> None:
+    def __init__(self, io: DiskIo, volume: RecordingVolume) -> None:
         self._io = io
         self._volume = volume
         self.backend = io.backend

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from aiokv.stores.disk.io import BlockIo
+    from aiokv.stores.disk.io import DiskIo
 
 
 class DiskRig(ObjectRig):
@@ -69,7 +69,7 @@ class DiskRig(ObjectRig):
 class FullVolume(FailingVolume):
     """A volume that has room for ten slots."""
 
-    def open_io(self) -> BlockIo:
+    def open_io(self) -> DiskIo:
         io = super().open_io()
         self.io.fail("write", errno.ENOSPC, covers=lambda request: request.offset >= 10 * 12_288)
         return io

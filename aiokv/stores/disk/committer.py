@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.stores.disk.io import BlockIo
+    from aiokv.stores.disk.io import DiskIo
     from aiokv.stores.disk.recovery import Recovered
     from aiokv.stores.disk.volume import Volume
     from aiokv.stores.threads import StoreThreads
@@ -72,7 +72,7 @@ class Committer:
         volume: Volume,
         recovered: Recovered,
         journal: Journal,
-        io: BlockIo,
+        io: DiskIo,
         threads: StoreThreads,
         *,
         settle_seconds: float,

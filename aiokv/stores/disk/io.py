@@ -18,7 +18,7 @@ import errno
 import functools
 import itertools
 import os
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -37,41 +37,6 @@ BACKEND_VARIABLE: Final = "AIOKV_IO"
 _INDEX_BITS: Final = 32  # a tag is the number of the batch, then the index of the request
 
 _log = Log(__name__)
-
-
-class BlockIo(Protocol):
-    """Reads and writes of files: :class:`DiskIo`, or a wrapper that injects failures."""
-
-    @property
-    def backend(self) -> str:
-        """``"io_uring"`` or ``"threads"``."""
-
-    def register_buffer(self, address: int, num_bytes: int) -> None:
-        """See :meth:`DiskIo.register_buffer`."""
-
-    async def read(
-        self,
-        fd: int,
-        addresses: NDArray[np.uint64],
-        lengths: NDArray[np.uint32],
-        offsets: NDArray[np.uint64],
-    ) -> NDArray[np.int32]:
-        """See :meth:`DiskIo.read`."""
-
-    async def write(
-        self,
-        fd: int,
-        addresses: NDArray[np.uint64],
-        lengths: NDArray[np.uint32],
-        offsets: NDArray[np.uint64],
-    ) -> NDArray[np.int32]:
-        """See :meth:`DiskIo.write`."""
-
-    async def flush(self, fd: int) -> int:
-        """See :meth:`DiskIo.flush`."""
-
-    async def aclose(self) -> None:
-        """See :meth:`DiskIo.aclose`."""
 
 
 class _Batch:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.stores.base import StoreMemory
-    from aiokv.stores.disk.io import BlockIo
+    from aiokv.stores.disk.io import DiskIo
     from aiokv.stores.disk.segments import Segments
 
     Move = Callable[
@@ -38,7 +38,7 @@ _PAGE_ADDRESS: Final = np.frombuffer(_PAGE, np.uint8).ctypes.data
 class SlotTransfers:
     """Batches of blocks as requests of the I/O, one per run of neighbouring blocks and slots."""
 
-    def __init__(self, io: BlockIo, segments: Segments, memory: StoreMemory) -> None:
+    def __init__(self, io: DiskIo, segments: Segments, memory: StoreMemory) -> None:
         self._io = io
         self._segments = segments
         self._address = memory.address

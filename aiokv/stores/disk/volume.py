@@ -8,12 +8,9 @@ import os
 import secrets
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from aiokv.stores.disk.io import DiskIo
-
-if TYPE_CHECKING:
-    from aiokv.stores.disk.io import BlockIo
 
 _READ_BYTES: Final = 4096  # unit of reads from a damaged file
 
@@ -142,7 +139,7 @@ class Volume:
         space = os.statvfs(self.path)
         return space.f_bavail * space.f_frsize
 
-    def open_io(self) -> BlockIo:
+    def open_io(self) -> DiskIo:
         """Return the I/O of blocks, on the running loop."""
         return DiskIo()
 
