@@ -174,9 +174,6 @@ class CoreStatistics:
     def device_in_flight(self) -> int: ...
 
     @property
-    def device_cooling(self) -> int: ...
-
-    @property
     def host_free(self) -> int: ...
 
     @property

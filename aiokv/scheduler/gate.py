@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from aiokv.errors import UsageError
 
 GateChange = Literal["pause", "resume", "hold", "let_go", "hold_to_pause"]
-GATE_CHANGES: tuple[GateChange, ...] = get_args(GateChange)
 
 
 class Gate:

@@ -34,7 +34,6 @@ class HostRegistration {
     std::size_t total_bytes() const { return bytes_; }
     std::size_t ready_bytes() const { return ready_.load(std::memory_order_acquire); }
     bool finished() const;
-    bool numa_bound() const { return numa_bound_; }
     // Seconds from the start to the end, or until now.
     double elapsed_seconds() const;
     // Blocks until the first `bytes` are registered. Throws DeviceError if the registration has
@@ -56,7 +55,6 @@ class HostRegistration {
     const std::size_t bytes_;
     const RegistrationOptions options_;
     const std::size_t num_chunks_;
-    bool numa_bound_ = false;
     double started_seconds_;
     std::atomic<double> ended_seconds_{0.0};
 

@@ -207,7 +207,6 @@ class PeerTransfers {
     Step after_use(const Lease& lease, Step step) const;
     void note_received(Lease& lease, const PeerTransfer& transfer, std::uint32_t blocks) const;
     void give_up(TransferId id, PeerTransfer& transfer);
-    bool has_sides(const Lease& lease, const PeerTransfer& transfer) const;
     void check_transfer(Report& report, TransferId id, const PeerTransfer& transfer) const;
     Counts& counts(const PeerTransfer& transfer) {
         return counts_[transfer.receives][index_of(transfer.group)];

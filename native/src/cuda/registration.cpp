@@ -117,7 +117,7 @@ void HostRegistration::bind() {
     const unsigned long mask = 1ul << options_.numa_node;
     const int policy = options_.numa_strict ? kPolicyBind : kPolicyPreferred;
     const std::size_t length = (bytes_ + kPageBytes - 1) / kPageBytes * kPageBytes;
-    numa_bound_ = syscall(SYS_mbind, base_, length, policy, &mask, 65ul, 0ul) == 0;
+    syscall(SYS_mbind, base_, length, policy, &mask, 65ul, 0ul);  // a refusal costs only speed
 }
 
 void HostRegistration::run() {

@@ -397,7 +397,6 @@ void bind_statistics(nb::module_& m) {
         .def_ro("device_cached", &S::device_cached)
         .def_ro("device_leased", &S::device_leased)
         .def_ro("device_in_flight", &S::device_in_flight)
-        .def_ro("device_cooling", &S::device_cooling)
         .def_ro("host_free", &S::host_free)
         .def_ro("host_cached", &S::host_cached)
         .def_ro("host_in_flight", &S::host_in_flight)

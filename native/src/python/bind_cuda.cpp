@@ -78,7 +78,6 @@ void bind_registration(nb::module_& m) {
         .def_prop_ro("ready_bytes", &HostRegistration::ready_bytes)
         .def_prop_ro("total_bytes", &HostRegistration::total_bytes)
         .def_prop_ro("finished", &HostRegistration::finished)
-        .def_prop_ro("numa_bound", &HostRegistration::numa_bound)
         .def_prop_ro("elapsed_seconds", &HostRegistration::elapsed_seconds)
         .def("wait_ready", &HostRegistration::wait_ready, "num_bytes"_a, ReleaseGil())
         .def("cancel", &HostRegistration::cancel, ReleaseGil())
