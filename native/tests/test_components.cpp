@@ -15,6 +15,13 @@ using namespace aiokv;
 
 namespace {
 
+// Returns the child with these tokens, which is added if there is none.
+NodeId child(PrefixTree& tree, NodeId parent, const std::int32_t* tokens) {
+    std::vector<NodeId> path;
+    tree.find_or_add_path(parent, tokens, {}, 1, path);
+    return path.front();
+}
+
 // Components keep a reference to it.
 const CoreConfig kConfig = [] {
     CoreConfig config;
@@ -35,7 +42,7 @@ struct Queue {
         const NodeId root = tree.add_root();
         for (std::int32_t token = 0; token < blocks; ++token) {
             const std::vector<std::int32_t> tokens(16, token);
-            nodes.push_back(tree.find_or_add_child(root, tokens.data()).node);
+            nodes.push_back(child(tree, root, tokens.data()));
             queue.push_back(tree.run_of(nodes.back()));
         }
     }

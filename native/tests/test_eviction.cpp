@@ -18,6 +18,13 @@ using namespace aiokv;
 
 namespace {
 
+// Returns the child with these tokens, which is added if there is none.
+NodeId child(PrefixTree& tree, NodeId parent, const std::int32_t* tokens) {
+    std::vector<NodeId> path;
+    tree.find_or_add_path(parent, tokens, {}, 1, path);
+    return path.front();
+}
+
 constexpr std::uint32_t kBlockTokens = 512;
 
 struct Forest {
@@ -26,7 +33,7 @@ struct Forest {
 
     // A run of one block.
     RunId add(std::int32_t token, std::uint32_t reuse_class = 0) {
-        const NodeId node = tree.find_or_add_child(root, &token).node;
+        const NodeId node = child(tree, root, &token);
         tree.classify({&node, 1}, static_cast<ReuseClass>(reuse_class));
         return tree.run_of(node);
     }

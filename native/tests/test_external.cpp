@@ -149,6 +149,35 @@ TEST(a_block_that_a_fetch_has_brought_first_keeps_its_copy) {
     cache.core.release(writer, 0);
 }
 
+TEST(a_chain_of_proven_blocks_enters_the_tree_as_one_run) {
+    Cache cache;
+    const Prompt tokens = prompt(11);
+    const LeaseId first = cache.begin(tokens, {0, 1, 2, 3, 4, 5});
+    cache.core.commit(first, 2, 0);
+    const TransferId top = cache.core.take_backups();
+    cache.core.commit(first, 10, 0);
+    Prompt other = tokens;
+    other[8] = 99;  // shares four blocks
+    const LeaseId second = cache.begin(other, {6, 7, 8, 9, 10, 11});
+    cache.core.commit(second, 10, 0);
+    cache.done(cache.core.take_backups());
+    CHECK_EQ(cache.hit(tokens), 0u);
+    CHECK(cache.core.violations().empty());
+    cache.done(top);
+    CHECK(cache.core.violations().empty());
+    CHECK_EQ(cache.hit(tokens), 5u);
+    CHECK_EQ(cache.hit(other), 5u);
+    for (const LeaseId lease : {first, second}) {
+        CHECK_EQ(cache.core.lease(lease).path.size(), 5u);
+        CHECK(cache.core.lease(lease).saving.empty());
+    }
+    CHECK(cache.core.lease(first).path[3] == cache.core.lease(second).path[3]);
+    CHECK(cache.core.settle().advanced == (std::vector<LeaseId>{first, second, first, second}));
+    cache.core.release(first, 0);
+    cache.core.release(second, 0);
+    CHECK_EQ(cache.core.evict_host(9), 6u);
+}
+
 TEST(calls_that_need_a_device_pool_throw) {
     Cache cache;
     const LeaseId lease = cache.begin(prompt(7), {0, 1, 2, 3});

@@ -17,6 +17,13 @@ using namespace aiokv;
 
 namespace {
 
+// Returns the child with these tokens, which is added if there is none.
+NodeId child(PrefixTree& tree, NodeId parent, const std::int32_t* tokens) {
+    std::vector<NodeId> path;
+    tree.find_or_add_path(parent, tokens, {}, 1, path);
+    return path.front();
+}
+
 std::vector<BlockId> lowest(BlockPool& pool, std::size_t count) {
     std::vector<BlockId> ids(count);
     pool.take_lowest(ids);
@@ -270,8 +277,8 @@ TEST(tree_finds_children_of_forks) {
     for (std::int32_t i = 0; i < kChildren; ++i) {
         const std::int32_t tokens[kStorage] = {i, -i};
         CHECK_EQ(tree.find_child(root, tokens), kNone);
-        children.push_back(tree.find_or_add_child(root, tokens).node);
-        CHECK(!tree.find_or_add_child(root, tokens).is_new);
+        children.push_back(child(tree, root, tokens));
+        CHECK_EQ(child(tree, root, tokens), children.back());
     }
     // remove every other node; the rest is found, and the removed ones are not
     for (std::size_t i = 0; i < children.size(); i += 2) {
@@ -368,7 +375,7 @@ TEST(a_split_changes_neither_ids_nor_what_is_found) {
 TEST(a_fork_inside_a_run_splits_it) {
     Chain c;
     const std::int32_t other = 99;
-    const NodeId side = c.tree.find_or_add_child(c.path[2], &other).node;
+    const NodeId side = child(c.tree, c.path[2], &other);
     CHECK_EQ(c.runs(), 2u);
     CHECK_EQ(c.tree.children(c.path[2]), 2u);
     CHECK(c.find({10, 11, 12, 99}).back() == side);
@@ -421,7 +428,7 @@ TEST(trimmed_and_freed_blocks_leave_their_run) {
 TEST(a_run_whose_slots_are_not_consecutive_is_several) {
     Chain c;
     const std::int32_t other = 99;
-    const NodeId barrier = c.tree.find_or_add_child(c.root, &other).node;
+    const NodeId barrier = child(c.tree, c.root, &other);
     c.tree.trim(c.tree.run_of(c.path[0]), 2);
     std::vector<NodeId> path;
     c.tree.add_chain(barrier, c.tokens.data(), {}, 4, path);

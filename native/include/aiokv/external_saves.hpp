@@ -131,8 +131,9 @@ class ExternalSaves {
     std::size_t target(Lease& lease);
     void count_uses(Lease& lease, std::size_t blocks);
     std::size_t before_written(Lease& lease, std::size_t blocks);
-    SaveId find(Place above, Tokens tokens, ItemKey items) const;
-    SaveId queue(Lease& lease, std::size_t block, Place above);
+    void join_indexed(Lease& lease, std::size_t end);
+    SaveId find(Place above, std::uint64_t token_hash, Tokens tokens, ItemKey items) const;
+    SaveId queue(Lease& lease, std::size_t block, Place above, std::uint64_t token_hash);
     void link(SaveId id, Place above);
     void unlink(SaveId id);
     void let_go(Place above, std::uint32_t context);
@@ -141,7 +142,7 @@ class ExternalSaves {
     void cut(Lease& lease, SaveId id);
     void free(SaveId id);
     void insert(SaveId first);
-    void insert_one(SaveId id, std::vector<SaveId>& next);
+    void insert_chain(SaveId first, std::vector<SaveId>& next);
     void note_changed(Lease& lease);
     void announce_changed();
     std::uint64_t hash_of(Place above, std::uint64_t token_hash) const;

@@ -227,20 +227,15 @@ class PrefixTree {
     // in the tree; at most `limit`.
     FoundPath find_path(NodeId above, const std::int32_t* tokens, std::span<const ItemKey> items,
                         std::size_t limit, std::vector<NodeId>& path) const;
-    // A child with the requested tokens and items. `is_new`: it was added by this call.
-    struct Found {
-        NodeId node;
-        bool is_new;
-    };
-    Found find_or_add_child(NodeId parent, const std::int32_t* tokens, ItemKey items = kNoItems);
     // Adds `count` blocks below `parent`, each the child of the one before it, and appends them to
     // `path`. `parent` must not have a child with the first tokens and items.
     void add_chain(NodeId parent, const std::int32_t* tokens, std::span<const ItemKey> items,
                    std::size_t count, std::vector<NodeId>& path);
     // Appends the `count` blocks below `above` with these tokens and items to `path`. Adds the
-    // missing ones to the tree.
-    void find_or_add_path(NodeId above, const std::int32_t* tokens, std::span<const ItemKey> items,
-                          std::size_t count, std::vector<NodeId>& path);
+    // missing ones to the tree. Returns how many leading ones it has found.
+    std::size_t find_or_add_path(NodeId above, const std::int32_t* tokens,
+                                 std::span<const ItemKey> items, std::size_t count,
+                                 std::vector<NodeId>& path);
     ItemKey items(NodeId node) const {
         return nodes_[node].has(kHasItems) ? item_keys_.of(node) : kNoItems;
     }

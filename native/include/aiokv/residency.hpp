@@ -87,10 +87,11 @@ class Residency {
     // a use of the block. Returns their number.
     template <class Taken>
     std::uint32_t publish(const Lease& lease, std::size_t first, Taken taken);
-    // Call when the lease uses the block of this node, which it has computed.
-    void note_use(const Lease& lease, std::uint32_t block, NodeId node) {
-        evictable_.classify(lease, block, {&node, 1});
-        tree_[node].count_use();
+    // Call when the lease uses these blocks, of which `first` is the number of the first one and
+    // which it has computed.
+    void note_use(const Lease& lease, std::uint32_t first, std::span<const NodeId> nodes) {
+        evictable_.classify(lease, first, nodes);
+        for (const NodeId node : nodes) tree_[node].count_use();
     }
     // Gives the lease its blocks of dropped nodes back. Returns false, changing nothing, while
     // another lease or a transfer still uses such a node.
@@ -159,7 +160,9 @@ class Residency {
     std::vector<BlockId> take_fetch_room(std::size_t blocks);
     // Gives a node the host copy that was fetched for it. Returns false, changing nothing, if the
     // node has a host copy or a transfer is writing one.
-    bool give_host_copy(PrefixTree::Found found, BlockId host);
+    bool give_host_copy(NodeId node, BlockId host);
+    // Gives new nodes, in path order, the class of the node above them.
+    void inherit_class(std::span<const NodeId> nodes);
     // Makes new nodes, in path order, evictable.
     void enqueue_fetched(std::span<const NodeId> nodes);
     void begin_save(std::span<const NodeId> nodes);

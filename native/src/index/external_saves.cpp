@@ -91,7 +91,6 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
         return 0;
     }
     if (!lease.onloads.empty()) return 0;  // computed blocks depend on the bytes of onloads
-    PrefixTree& tree = index_.tree();
     if (const std::size_t attached = index_.attached_blocks(lease); attached < lease.path.size()) {
         note_changed(lease);
         leave(lease);
@@ -104,39 +103,50 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
     const bool has_groups = groups_.exist();
     std::optional<bool> evicts;
     std::uint32_t queued = 0;
+    const auto is_due = [&](std::size_t block) {
+        return saves && (!offered_ || block < lease.due_blocks);
+    };
+    const std::size_t first = lease.path.size();
+    if (lease.saving.empty()) join_indexed(lease, end);
+    for (std::size_t block = first; has_groups && block < lease.path.size(); ++block) {
+        if (is_due(block)) queued += groups_.save(lease, block, lease.path[block]);
+    }
     for (std::size_t block = lease.path.size() + lease.saving.size(); block < end; ++block) {
         const Tokens tokens = Tokens(lease.tokens).subspan(block * size, size);
         const ItemKey items = key_of(lease.item_keys, block);
         const NodeId last = lease.path.empty() ? index_.root_of(lease) : lease.path.back();
         const Place above = lease.saving.empty() ? Place{last} : kSaveBit | lease.saving.back();
-        const bool due = saves && (!offered_ || block < lease.due_blocks);
-        if (lease.saving.empty()) {
-            const NodeId node = tree.find_child(last, tokens.data(), items);
-            if (node != kNone) {  // another lease or a store has brought it
-                note_changed(lease);
-                residency_.ref({&node, 1});
-                residency_.note_use(lease, static_cast<std::uint32_t>(block), node);
-                lease.path.push_back(node);
-                if (due && has_groups) queued += groups_.save(lease, block, node);
-                continue;
-            }
-        }
-        SaveId id = find(above, tokens, items);
+        const std::uint64_t hash = token_hash(tokens, items);
+        SaveId id = find(above, hash, tokens, items);
         if (id == kNone) {
-            if (!due) break;
+            if (!is_due(block)) break;
             if (!evicts && queue_.size() >= host_.free_blocks()) {
                 evicts = should_evict(lease, end);
                 if (!*evicts) break;
             }
-            id = queue(lease, block, above);
+            id = queue(lease, block, above, hash);
             ++queued;
         }
         blocks_[id].leases.push_back(lease.id());
         lease.saving.push_back(id);
-        if (due && has_groups) queued += groups_.save(lease, block, kSaveBit | id);
+        if (has_groups && is_due(block)) queued += groups_.save(lease, block, kSaveBit | id);
     }
     announce_changed();
     return queued;
+}
+
+// Extends the path of a lease by the blocks that other leases or stores have brought, up to `end`.
+void ExternalSaves::join_indexed(Lease& lease, std::size_t end) {
+    const std::size_t old = lease.path.size();
+    if (old >= end) return;
+    const NodeId last = old == 0 ? index_.root_of(lease) : lease.path.back();
+    index_.tree().find_path(last, &lease.tokens[old * config_.block_tokens],
+                            keys_from(lease.item_keys, old), end - old, lease.path);
+    const auto joined = std::span(lease.path).subspan(old);
+    if (joined.empty()) return;
+    note_changed(lease);
+    residency_.ref(joined);
+    residency_.note_use(lease, static_cast<std::uint32_t>(old), joined);
 }
 
 // Returns true if host blocks should be evicted for the copies of a lease. A copy of a block that
@@ -238,9 +248,9 @@ std::uint64_t ExternalSaves::hash_of(Place above, std::uint64_t token_hash) cons
     return mixed(token_hash, above);
 }
 
-SaveId ExternalSaves::find(Place above, Tokens tokens, ItemKey items) const {
-    if (by_place_.empty()) return kNone;
-    const auto [begin, end] = by_place_.equal_range(hash_of(above, token_hash(tokens, items)));
+SaveId ExternalSaves::find(Place above, std::uint64_t token_hash, Tokens tokens,
+                           ItemKey items) const {
+    const auto [begin, end] = by_place_.equal_range(hash_of(above, token_hash));
     const auto found = std::find_if(begin, end, [&](const auto& entry) {
         const Block& block = blocks_[entry.second];
         return block.above == above && block.items == items &&
@@ -249,7 +259,8 @@ SaveId ExternalSaves::find(Place above, Tokens tokens, ItemKey items) const {
     return found == end ? kNone : found->second;
 }
 
-SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above) {
+SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above,
+                            std::uint64_t token_hash) {
     auto id = static_cast<SaveId>(blocks_.size());
     if (free_.empty()) {
         blocks_.emplace_back();
@@ -267,7 +278,7 @@ SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above) {
     block.depth = static_cast<std::uint32_t>(depth);
     block.tokens.assign(tokens.begin(), tokens.end());
     block.items = key_of(lease.item_keys, depth);
-    block.token_hash = token_hash(tokens, block.items);
+    block.token_hash = token_hash;
     block.device = lease.table[depth];
     block.host = kNoBlock;
     block.reader = lease.id();
@@ -367,47 +378,73 @@ void ExternalSaves::free(SaveId id) {
 // Inserts a proven block behind a node into the tree, and then the proven blocks below it.
 void ExternalSaves::insert(SaveId first) {
     std::vector<SaveId> next = {first};
-    for (std::size_t i = 0; i < next.size(); ++i) insert_one(next[i], next);
+    for (std::size_t i = 0; i < next.size(); ++i) insert_chain(next[i], next);
     index_.change();
 }
 
-void ExternalSaves::insert_one(SaveId id, std::vector<SaveId>& next) {
+// Inserts a block together with the proven ones below it, up to one behind which they fork, or
+// which other leases wait for. Appends the proven blocks behind these to `next`.
+void ExternalSaves::insert_chain(SaveId first, std::vector<SaveId>& next) {
     PrefixTree& tree = index_.tree();
-    Block& block = blocks_[id];
-    unlink(id);
-    const PrefixTree::Found found =
-        tree.find_or_add_child(static_cast<NodeId>(block.above), block.tokens.data(), block.items);
-    const NodeId node = found.node;
+    const Place above = blocks_[first].above;
+    const std::uint32_t depth = blocks_[first].depth;
+    const std::vector<LeaseId> leases = std::move(blocks_[first].leases);
+    std::vector<SaveId> chain;
+    std::vector<std::int32_t> tokens;
+    std::vector<ItemKey> items;
+    for (SaveId id = first;;) {
+        const Block& block = blocks_[id];
+        unlink(id);
+        chain.push_back(id);
+        tokens.insert(tokens.end(), block.tokens.begin(), block.tokens.end());
+        items.push_back(block.items);
+        if (block.below.size() != 1) break;
+        const Block& below = blocks_[block.below.front()];
+        if (below.state != State::kProven || below.leases != leases) break;
+        id = block.below.front();
+    }
+    std::vector<NodeId> nodes;
+    const std::size_t known = tree.find_or_add_path(static_cast<NodeId>(above), tokens.data(),
+                                                    items, chain.size(), nodes);
+    const auto added = std::span(nodes).subspan(known);
+    residency_.inherit_class(added);
     // The first proven copy is kept: a block that a fetch has brought meanwhile does not take
     // another.
-    if (!residency_.give_host_copy(found, block.host)) residency_.free_host({&block.host, 1});
-    ++published_;
-    groups_.settle(id, node);
-    for (const LeaseId lease_id : block.leases) {
-        Lease& lease = leases_.at(lease_id);
+    for (std::size_t i = 0; i < chain.size(); ++i) {
+        const BlockId host = blocks_[chain[i]].host;
+        if (!residency_.give_host_copy(nodes[i], host)) residency_.free_host({&host, 1});
+        groups_.settle(chain[i], nodes[i]);
+    }
+    published_ += chain.size();
+    for (const LeaseId id : leases) {
+        Lease& lease = leases_.at(id);
         note_changed(lease);
-        residency_.ref({&node, 1});
-        residency_.note_use(lease, block.depth, node);
-        lease.path.push_back(node);
-        lease.saving.erase(lease.saving.begin());
-        if (advanced_.empty() || advanced_.back() != lease_id) advanced_.push_back(lease_id);
-        if (lease.saving.empty() && lease.is(LeaseState::kReleasing)) ended_.push_back(lease_id);
+        residency_.ref(nodes);
+        residency_.note_use(lease, depth, nodes);
+        lease.path.insert(lease.path.end(), nodes.begin(), nodes.end());
+        const auto saved = lease.saving.begin() + static_cast<std::ptrdiff_t>(chain.size());
+        lease.saving.erase(lease.saving.begin(), saved);
+        if (advanced_.empty() || advanced_.back() != id) advanced_.push_back(id);
+        if (lease.saving.empty() && lease.is(LeaseState::kReleasing)) ended_.push_back(id);
     }
-    if (found.is_new && block.leases.empty()) {
-        tree[node].uses = 1;
-        residency_.enqueue_fetched({&node, 1});
+    if (leases.empty()) {
+        for (const NodeId node : added) tree[node].uses = 1;
+        residency_.enqueue_fetched(added);
     }
-    for (const SaveId below : block.below) {
+    for (const SaveId below : blocks_[chain.back()].below) {
         unlink(below);
-        link(below, node);
+        link(below, nodes.back());
         if (blocks_[below].state == State::kProven) next.push_back(below);
     }
-    let_go(block.above, block.context);
-    if (block.items != kNoItems) tree.item_keys().unref(block.items);
-    store_saver_.note_host_copies({&node, 1});
-    block.leases.clear();
-    block.below.clear();
-    free(id);
+    let_go(above, blocks_[first].context);
+    for (const SaveId id : chain) {
+        Block& block = blocks_[id];
+        if (block.items != kNoItems) tree.item_keys().unref(block.items);
+        block.leases.clear();
+        block.below.clear();
+        free(id);
+    }
+    store_saver_.note_host_copies(nodes);
 }
 
 // -- transfers -----------------------------------------------------------------------------------

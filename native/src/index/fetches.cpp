@@ -138,24 +138,22 @@ void Fetches::complete(TransferId id, Outcome outcome, std::uint32_t first_bad) 
 // Inserts the proven blocks. The first proven copy is kept: a block that has a host copy by now
 // does not take another.
 void Fetches::insert(const Fetch& fetch, std::uint32_t good_blocks) {
-    PrefixTree& tree = index_.tree();
-    std::vector<NodeId> added;
-    NodeId node = fetch.above;
-    for (std::size_t i = 0; i < good_blocks; ++i) {
-        const PrefixTree::Found found = tree.find_or_add_child(
-            node, &fetch.tokens[i * config_.block_tokens], fetch.item_keys[i]);
-        node = found.node;
-        if (!residency_.give_host_copy(found, fetch.host_blocks[i])) {
+    if (good_blocks == 0) return;
+    std::vector<NodeId> nodes;
+    const std::size_t known = index_.tree().find_or_add_path(fetch.above, fetch.tokens.data(),
+                                                             fetch.item_keys, good_blocks, nodes);
+    const auto added = std::span(nodes).subspan(known);
+    residency_.inherit_class(added);
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+        if (!residency_.give_host_copy(nodes[i], fetch.host_blocks[i])) {
             residency_.free_host({&fetch.host_blocks[i], 1});
         }
-        stored_.set_digest(node, fetch.digests[i]);
-        residency_.set_store_flags(node, kStored);
-        if (!found.is_new) continue;
-        stored_.set(node, kFetched);
-        added.push_back(node);
+        stored_.set_digest(nodes[i], fetch.digests[i]);
+        residency_.set_store_flags(nodes[i], kStored);
     }
+    for (const NodeId node : added) stored_.set(node, kFetched);
     residency_.enqueue_fetched(added);
-    if (good_blocks > 0) index_.change();
+    index_.change();
 }
 
 void Fetches::note_hits(Lease& lease) {

@@ -411,21 +411,13 @@ void PrefixTree::add_chain(NodeId parent, const std::int32_t* tokens,
     streaming_fence();
 }
 
-void PrefixTree::find_or_add_path(NodeId above, const std::int32_t* tokens,
-                                  std::span<const ItemKey> items, std::size_t count,
-                                  std::vector<NodeId>& path) {
+std::size_t PrefixTree::find_or_add_path(NodeId above, const std::int32_t* tokens,
+                                         std::span<const ItemKey> items, std::size_t count,
+                                         std::vector<NodeId>& path) {
     const std::size_t known = find_path(above, tokens, items, count, path).blocks;
     if (known > 0) above = path.back();
     add_chain(above, tokens + known * stride_, keys_from(items, known), count - known, path);
-}
-
-PrefixTree::Found PrefixTree::find_or_add_child(NodeId parent, const std::int32_t* tokens,
-                                                ItemKey items) {
-    const NodeId child = find_child(parent, tokens, items);
-    if (child != kNone) return {child, false};
-    std::vector<NodeId> added;
-    add_chain(parent, tokens, {&items, 1}, 1, added);
-    return {added.front(), true};
+    return known;
 }
 
 std::uint32_t PrefixTree::new_fork(NodeId only_child) {

@@ -13,16 +13,17 @@ std::vector<BlockId> Residency::take_fetch_room(std::size_t blocks) {
     return ids;
 }
 
-bool Residency::give_host_copy(PrefixTree::Found found, BlockId host) {
-    Node& n = tree_[found.node];
+bool Residency::give_host_copy(NodeId node, BlockId host) {
+    Node& n = tree_[node];
     if (n.has(kHostValid | kHostLoading)) return false;
     n.host = host;
-    gain(found.node, kHostValid);
-    if (found.is_new) {
-        tree_.classify({&found.node, 1}, tree_.run(tree_.parent(found.node)).reuse_class);
-    }
-    list_host_copy(found.node);
+    gain(node, kHostValid);
+    list_host_copy(node);
     return true;
+}
+
+void Residency::inherit_class(std::span<const NodeId> nodes) {
+    if (!nodes.empty()) tree_.classify(nodes, tree_.run(tree_.parent(nodes.front())).reuse_class);
 }
 
 void Residency::enqueue_fetched(std::span<const NodeId> nodes) {
