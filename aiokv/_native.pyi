@@ -440,6 +440,11 @@ class Core:
         Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load. `reserve_blocks`: None for the configured number.
         """
 
+    def prolong(self, lease: int, tokens: Sequence[int] | Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+        """
+        Add the cached blocks of the next tokens to a granted lease that computes nothing. Returns as allocate does; 0 also if none of them is cached.
+        """
+
     def pending(self, lease: int) -> tuple[int, int]:
         """
         (lease, blocks): the lease that will compute what follows the match; (0, 0): none.

@@ -727,16 +727,16 @@ class CacheEngine(Unique):
     ) -> Hit:
         """Copy the cached prefix of a prompt from the stores and host memory to the device.
 
-        Does not wait for capacity: without room, the blocks stay in host memory.
+        Does not wait for capacity: without room, the blocks stay in host memory. Prompts of more
+        than 100,000 tokens are copied in parts, up to the first part that has no room.
 
         Args:
             tokens: ``[N]`` token ids of the prompt, as for ``match``.
             salt: as for ``match``.
             adapter: as for ``match``.
             items: as for ``match``.
-            ttl_seconds: seconds to keep the prefix on the device, or until a lease has hit all of
-                the prefix; other prefetches and pins do not count as hits. 0 does not protect it
-                from eviction, ``math.inf`` sets no time limit.
+            ttl_seconds: seconds to keep the prefix on the device, or until a lease has hit it all;
+                prefetches and pins are no hits. 0 does not protect it, ``math.inf`` sets no limit.
             timeout: seconds to wait for blocks of the stores; None for no limit, 0 to ask no store.
                 Blocks that arrive later are cached in host memory.
             tier: ``"host"`` to copy blocks of the stores to host memory only, as is always done

@@ -18,6 +18,9 @@ from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.granting import READY
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from aiokv.engine.fetches import Fetches, StoreWait
     from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.observers import End, WaitName
@@ -124,6 +127,14 @@ class Granting:
             self._requests.note_error(error)
             raise
         return self._take_grant(record, result)
+
+    def prolong(self, record: LeaseRecord, tokens: NDArray[np.int32]) -> bool:
+        """Add cached blocks to the lease of a prefix; return False if it gets none."""
+        self._lifetime.check_open()
+        grant = self._apply(self._scheduler.pins.prolong(record.live_id(), tokens))
+        if grant is not None and grant.onloads:
+            record.layers = self._transfers.view(record.id, grant.onloads, record.owner)
+        return grant is not None
 
     def _take_grant(self, record: LeaseRecord, result: tuple[Grant | None, Effects]) -> bool:
         """Apply the effects of a grant, and let the lease wait for the layers of its onload."""

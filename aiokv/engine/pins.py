@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Final, get_args
 from aiokv.base import checks
 from aiokv.base.checks import Unique
 from aiokv.base.plan import Priority
-from aiokv.base.types import Hit, Tier
+from aiokv.base.types import Hit, Tier, as_tokens
 from aiokv.errors import RequestTooLarge, UsageError, WouldBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from aiokv.base.types import Item, TokenIds
     from aiokv.engine.fetches import Fetches
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
 
-_LONG_TOKENS: Final = 100_000  # match and grant of so many tokens take 0.2 ms together
+# Most tokens that one pass of the loop matches and grants: the onload of so many takes 0.3 ms.
+_PASS_TOKENS: Final = 100_000
 
 
 class Pin(Unique):
@@ -82,7 +86,12 @@ class Pins:
     """Pins of one engine, and the onloads of their prefixes."""
 
     def __init__(self, parts: Parts, leases: Leases, fetches: Fetches) -> None:
-        self._external_device = parts.config.external_device
+        config = parts.config
+        self._external_device = config.external_device
+        self._block_tokens = config.block_tokens
+        self._leave_tokens = config.leave_tokens
+        has_groups = config.state_slots > 0 or bool(config.windows)
+        self._has_parts = not has_groups and config.salt_quota_blocks is None
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -110,21 +119,22 @@ class Pins:
         checks.choice("tier", tier, get_args(Tier))
         if queued_tokens is not None:
             queued_tokens = checks.integer("queued_tokens", queued_tokens, minimum=0)
+        array = as_tokens(tokens)
         match = partial(
-            self._leases.match_to_hold,
-            tokens,
-            salt=salt,
-            adapter=adapter,
-            items=items,
-            owner="prefetch",
-            whole=False,
+            self._leases.match_to_hold, salt=salt, adapter=adapter, items=items, owner="prefetch"
         )
-        record = await self._fetched(match, timeout, queued_tokens)
-        found = self._scheduler.read.hit(record.id)
+        await self._fetch(partial(match, array, whole=False), timeout, queued_tokens)
         if self._external_device or tier == "host":
+            record = match(array, whole=False)
+            found = self._scheduler.read.hit(record.id)
             self._leases.release(record)
             return found
-        pin = await self._bring(record, found, until_used=ttl_seconds > 0)
+        parts = self._parts(array) if self._has_parts and not items else []
+        record = match(parts[0], whole=True) if parts else match(array, whole=False)
+        found = self._scheduler.read.hit(record.id)
+        if not parts:
+            await self._let_the_loop_run(record, found)
+        pin = await self._bring(record, found, until_used=ttl_seconds > 0, parts=parts[1:])
         if pin is None:
             return Hit(found.device_tokens, 0)
         if ttl_seconds <= 0:
@@ -161,8 +171,10 @@ class Pins:
             owner="pin",
             whole=True,
         )
-        record = await self._fetched(match, timeout)
+        await self._fetch(match, timeout)
+        record = match()
         found = self._scheduler.read.hit(record.id)
+        await self._let_the_loop_run(record, found)
         pin = await self._bring(record, found, until_used=False)
         if pin is None:
             if found.total:
@@ -176,40 +188,52 @@ class Pins:
             pin.expire_after(self._lifetime.loop, ttl_seconds)
         return pin
 
-    async def _fetched(
+    async def _fetch(
         self,
         match: Callable[[], LeaseRecord],
         timeout: float | None,
         queued_tokens: int | None = None,
-    ) -> LeaseRecord:
-        """Match a prompt after its blocks were fetched from the stores.
+    ) -> None:
+        """Fetch the blocks of a prompt from the stores to host memory.
 
         With ``queued_tokens``, only blocks that the model computes later are fetched.
 
         Cancellation: no lease is left; fetches in flight go on.
         """
         timeout = checks.timeout(timeout)
+        if not self._fetches.has_stores or timeout == 0.0:
+            return
         record = match()
-        if self._fetches.has_stores and timeout != 0.0:
-            try:
-                if queued_tokens is None:
-                    await self._fetches.bring(record.live_id(), timeout, Priority.PREFETCH)
-                else:
-                    comparison = self._fetches.comparison(queued_tokens)
-                    lease_id = record.live_id()
-                    await self._fetches.bring(lease_id, timeout, Priority.DEMAND, comparison)
-            finally:
-                self._leases.release(record)
-            record = match()
-        if self._scheduler.read.hit(record.id).total > _LONG_TOKENS:
-            await self._let_the_loop_run(record)
-        return record
+        try:
+            if queued_tokens is None:
+                await self._fetches.bring(record.live_id(), timeout, Priority.PREFETCH)
+            else:
+                comparison = self._fetches.comparison(queued_tokens)
+                lease_id = record.live_id()
+                await self._fetches.bring(lease_id, timeout, Priority.DEMAND, comparison)
+        finally:
+            self._leases.release(record)
 
-    async def _let_the_loop_run(self, record: LeaseRecord) -> None:
-        """Wait for the next pass of the loop, which the match of a long prompt has held.
+    def _parts(self, tokens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        """Divide the blocks of a prompt that a hit may have into parts of a pass each.
+
+        Returns:
+            The parts; empty for a prompt that one pass can match.
+        """
+        if len(tokens) <= _PASS_TOKENS:
+            return []
+        size = self._block_tokens
+        end = (len(tokens) - self._leave_tokens) // size * size
+        step = max(_PASS_TOKENS // size, 1) * size
+        return [tokens[first : min(first + step, end)] for first in range(0, end, step)]
+
+    async def _let_the_loop_run(self, record: LeaseRecord, hit: Hit) -> None:
+        """Wait for the next pass of the loop, if the match of a long prompt has held this one.
 
         Cancellation: the lease is released.
         """
+        if hit.total <= _PASS_TOKENS:
+            return
         try:
             await asyncio.sleep(0)
             self._lifetime.check_open()
@@ -217,8 +241,22 @@ class Pins:
             self._leases.release(record)
             raise
 
-    async def _bring(self, record: LeaseRecord, hit: Hit, *, until_used: bool) -> Pin | None:
+    async def _bring(
+        self,
+        record: LeaseRecord,
+        hit: Hit,
+        *,
+        until_used: bool,
+        parts: Iterable[NDArray[np.int32]] = (),
+    ) -> Pin | None:
         """Onload and pin the whole hit.
+
+        Args:
+            record: lease of the prefix, which has matched it.
+            hit: its hit.
+            until_used: True if the pin ends when another lease has hit all its blocks.
+            parts: tokens behind those of the lease, a part per pass of the loop. Their cached
+                blocks are added until one is not cached, or has no room.
 
         Returns:
             The pin; None, and the lease is released, when nothing is cached or the device has no
@@ -230,6 +268,10 @@ class Pins:
             if not hit.total or not granting.try_allocate(record, hit.total, Priority.PREFETCH):
                 self._leases.release(record)
                 return None
+            for part in parts:
+                await asyncio.sleep(0)
+                if not granting.prolong(record, part):
+                    break
             if until_used:
                 apply(scheduler.pins.await_use(lease_id))
             await record.layers.wait_all()

@@ -8,6 +8,9 @@ from aiokv.base.plan import ONLOAD, Priority
 from aiokv.scheduler.effects import Grant
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from aiokv._native import Core
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Outbox
@@ -76,15 +79,26 @@ class Granting:
                 lambda: core.allocate(lease_id, num_tokens, reserve_blocks),
                 -(-num_tokens // self._block_tokens),
             )
+        if granted and self.lost:
+            self.lost.pop(lease_id, None)
+        return self._granted(lease_id, granted, onload_priority)
+
+    def prolong(self, lease_id: int, tokens: NDArray[np.int32]) -> Grant | None:
+        """Add the cached blocks of the next tokens to a lease; see ``Pins.prolong``."""
+        core = self._core
+        granted: int | None = core.prolong(lease_id, tokens)
+        if granted == _NO_ROOM and self._saver.saves_first:
+            granted = self._saver.try_after_saving(
+                lambda: core.prolong(lease_id, tokens), len(tokens) // self._block_tokens
+            )
+        return self._granted(lease_id, granted, Priority.PREFETCH)
+
+    def _granted(self, lease_id: int, granted: int | None, priority: Priority) -> Grant | None:
         if not granted:
             return None
-        if self.lost:
-            self.lost.pop(lease_id, None)
-        if self._saver.has_host and core.wants_backups():
+        if self._saver.has_host and self._core.wants_backups():
             self._saver.want()
-        if granted == _READY:
-            return READY
-        return self.loading(lease_id, onload_priority)
+        return READY if granted == _READY else self.loading(lease_id, priority)
 
     def loading(self, lease_id: int, priority: int = Priority.DEMAND) -> Grant:
         """Submit the onload that a grant has begun.

@@ -9,8 +9,13 @@ from aiokv.scheduler.guarded import guarded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from aiokv._native import Core
-    from aiokv.scheduler.effects import Done, Effects, Outbox
+    from aiokv.scheduler.admission import Admission
+    from aiokv.scheduler.effects import Done, Effects, Grant, Outbox
+    from aiokv.scheduler.granting import Granting
     from aiokv.scheduler.guarded import TransitionErrors
     from aiokv.scheduler.releases import Releases
 
@@ -23,6 +28,8 @@ class Pins:
         outbox: effects of the current transition.
         errors: notes the exceptions of transitions.
         releases: releases the leases of pins that end.
+        admission: requests that go before the prefixes.
+        granting: adds blocks to leases.
         settle: ends a transition that may have freed blocks, and returns the effects.
 
     Attributes:
@@ -35,12 +42,16 @@ class Pins:
         outbox: Outbox,
         errors: TransitionErrors,
         releases: Releases,
+        admission: Admission,
+        granting: Granting,
         settle: Callable[[], Effects],
     ) -> None:
         self.errors = errors
         self._core = core
         self._outbox = outbox
         self._releases = releases
+        self._admission = admission
+        self._granting = granting
         self._settle = settle
         self._until_used: dict[int, bool] = {}  # by lease id
         self.num_until_used = 0
@@ -49,6 +60,26 @@ class Pins:
         return len(self._until_used)
 
     # --- transitions ----------------------------------------------------------------------------
+
+    @guarded
+    def prolong(self, lease_id: int, tokens: NDArray[np.int32]) -> tuple[Grant | None, Effects]:
+        """Add the cached blocks of the next tokens to a granted lease that computes nothing.
+
+        The blocks that the lease has already stay in place, whatever is evicted between two calls.
+
+        Args:
+            lease_id: the lease, whose blocks have all of its tokens so far. It has no items, and no
+                quota counts its blocks. The model has no group besides attention.
+            tokens: ``[N]`` int32; a part of a block at the end is ignored.
+
+        Returns:
+            The grant, with all onloads of the lease in flight; None when none of the tokens is
+            cached, when there is no room for those that are, and when other requests go first.
+        """
+        grant = None
+        if not self._admission.must_wait(lease_id, None):
+            grant = self._granting.prolong(lease_id, tokens)
+        return grant, self._outbox.pending
 
     @guarded
     def await_use(self, lease_id: int) -> Done:

@@ -99,6 +99,7 @@ TRANSITIONS: Final = (
     "peers.end",
     "complete",
     "note_cancelling",
+    "pins.prolong",
     "pins.await_use",
     "pins.pin",
     "pins.unpin",
@@ -200,7 +201,15 @@ class CacheScheduler:
             admission=self._admission,
             pending=self._pending,
         )
-        self.pins = Pins(core, self._outbox, errors, self._releases, self._settle)
+        self.pins = Pins(
+            core,
+            self._outbox,
+            errors,
+            self._releases,
+            self._admission,
+            self._granting,
+            self._settle,
+        )
         self.retention = Retention(core, self._outbox, errors, self._settle)
         self._preemption = Preemption(
             config,

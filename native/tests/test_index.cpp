@@ -917,3 +917,89 @@ TEST(lease_ids_are_not_reused) {
     for (int i = 0; i < 3000; ++i) CHECK(seen.insert(core.match(tokens, "").lease).second);
     for (const LeaseId id : ids) CHECK_THROWS(LeaseError, core.lease(id));
 }
+
+// -- grants in parts -------------------------------------------------------------------------
+
+namespace {
+
+// Grants the first two blocks of a prompt to a lease that only keeps them.
+LeaseId hold_two_blocks(Cache& cache) {
+    const LeaseId lease = cache.match({1, 2, 3, 4});
+    cache.core.compute_nothing(lease, true);
+    CHECK(cache.allocate(lease, 4) != Grant::kNone);
+    return lease;
+}
+
+void end_onloads(Cache& cache, LeaseId lease) {
+    for (const TransferId id : std::vector(cache.core.lease(lease).onloads)) {
+        cache.complete(id, Outcome::kDone);
+    }
+}
+
+Grant prolong(Cache& cache, LeaseId lease, const std::vector<std::int32_t>& tokens) {
+    const Grant grant = cache.core.prolong(lease, tokens);
+    cache.check();
+    return grant;
+}
+
+}  // namespace
+
+TEST(a_grant_in_parts_has_the_blocks_of_one_grant) {
+    Cache cache(8, 8);
+    cache.to_host({1, 2, 3, 4, 5, 6, 7, 8});
+    const LeaseId whole = cache.match({1, 2, 3, 4, 5, 6, 7, 8});
+    cache.core.compute_nothing(whole, true);
+    const LeaseId lease = hold_two_blocks(cache);
+    CHECK(prolong(cache, lease, {5, 6, 7, 8, 9}) == Grant::kLoading);
+    CHECK(cache.allocate(whole, 8) == Grant::kLoading);
+    CHECK(cache.table(lease) == cache.table(whole));
+    CHECK(cache.core.lease(lease).path == cache.core.lease(whole).path);
+    CHECK(cache.core.lease(lease).tokens == cache.core.lease(whole).tokens);
+    CHECK_EQ(cache.core.lease(lease).cached_tokens, 8u);
+    CHECK(cache.core.lease(lease).onloads == cache.core.lease(whole).onloads);
+    end_onloads(cache, lease);
+    CHECK(cache.core.is_current(lease));
+    CHECK(prolong(cache, lease, {9, 10}) == Grant::kNone);  // not cached
+    cache.release(lease);
+    cache.release(whole);
+}
+
+TEST(evictions_between_the_parts_of_a_grant_shorten_it) {
+    Cache cache(8);
+    cache.release(cache.serve({1, 2, 3, 4, 5, 6, 7, 8}));
+    const LeaseId lease = hold_two_blocks(cache);
+    CHECK_EQ(cache.core.evict_device(1), 1u);
+    CHECK(prolong(cache, lease, {5, 6, 7, 8}) == Grant::kReady);
+    CHECK_EQ(cache.core.lease(lease).cached_tokens, 6u);
+    CHECK_EQ(cache.core.evict_device(8), 0u);
+    cache.release(cache.serve({1, 2, 3, 4, 5, 6, 9, 10}));
+    CHECK(prolong(cache, lease, {7, 8}) == Grant::kNone);
+    CHECK(prolong(cache, lease, {9, 10}) == Grant::kReady);
+    cache.release(lease);
+    CHECK_EQ(cache.core.evict_device(8), 4u);
+}
+
+TEST(a_grant_in_parts_ends_where_there_is_no_room_and_after_a_reset) {
+    Cache cache(4, 8);
+    cache.to_host({1, 2, 3, 4, 5, 6, 7, 8});
+    const LeaseId lease = hold_two_blocks(cache);
+    const LeaseId other = cache.match({20, 21, 22});
+    CHECK(cache.allocate(other, 3) == Grant::kReady);
+    const std::vector<BlockId> table = cache.table(lease);
+    CHECK(prolong(cache, lease, {5, 6}) == Grant::kNone);
+    CHECK(cache.table(lease) == table);
+    cache.release(other);
+    cache.core.reset();
+    CHECK(prolong(cache, lease, {5, 6}) == Grant::kNone);
+    end_onloads(cache, lease);
+    cache.release(lease);
+}
+
+TEST(a_lease_that_computes_is_not_prolonged) {
+    Cache cache(8);
+    const LeaseId lease = cache.serve({1, 2, 3, 4});
+    const std::vector<std::int32_t> more{5, 6};
+    CHECK_THROWS(LeaseError, cache.core.prolong(lease, more));
+    CHECK_THROWS(LeaseError, cache.core.prolong(cache.match({1, 2}), more));
+    cache.release(lease);
+}

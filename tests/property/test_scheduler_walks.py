@@ -483,12 +483,18 @@ class Walk:
         if len(self.pins) > 2:
             self.apply(self.scheduler.pins.unpin(self.random.choice(sorted(self.pins)), "test"))
             return
-        lease_id = self.apply(self.scheduler.match(self.prompt(), holds="whole prompt"))
+        prompt = self.prompt()
+        first = self.random.choice((2, 4, len(prompt)))  # tokens of the first part
+        lease_id = self.apply(self.scheduler.match(prompt[:first], holds="whole prompt"))
         hit = self.scheduler.read.hit(lease_id).total
         grant = hit and self.apply(self.scheduler.try_allocate(lease_id, hit))
         if not grant:
             self.apply(self.scheduler.release(lease_id))
             return
+        if first < len(prompt) and not self.has_state and self.config.salt_quota_blocks is None:
+            self.random.choice((self.evict, self.transfer, self.release))()
+            if self.apply(self.scheduler.pins.prolong(lease_id, prompt[first:])):
+                self.seen["prolonged"] += 1
         until_used = self.random.random() < 0.5
         if until_used:
             self.apply(self.scheduler.pins.await_use(lease_id))
@@ -650,7 +656,7 @@ def test_walks_reach_the_effects() -> None:
     for name in (
         "submit", "granted", "turns", "refused", "resumed", "unpinned", "computed",
         "cancel", "collect", "urge", "fetches", "saves", "end_store_wait", "snapshot_fetches",
-        "peer transfers", "commit_received", "moved", "second report refused",
+        "peer transfers", "commit_received", "moved", "second report refused", "prolonged",
     ):  # fmt: skip
         assert seen[name] > 0, (name, seen)
     assert offloads > 0

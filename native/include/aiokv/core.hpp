@@ -87,6 +87,7 @@ class Core {
     Grant allocate(LeaseId id, std::int64_t num_tokens, Reserve reserve = {}) {
         return grants_.allocate(leases_.at(id), num_tokens, reserve);
     }
+    Grant prolong(LeaseId id, Tokens more) { return grants_.prolong(leases_.at(id), more); }
     bool can_allocate(LeaseId id, std::int64_t num_tokens, bool saves, Reserve reserve = {}) {
         return grants_.can_allocate(leases_.at(id), num_tokens, saves, reserve);
     }

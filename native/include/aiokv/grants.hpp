@@ -55,6 +55,13 @@ class Grants {
     void check_request(const Lease& lease, std::int64_t num_tokens, Reserve reserve) const;
     // Returns kNone, and takes no block, if there is not enough room now.
     Grant allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve);
+    // Adds the cached blocks of the tokens behind those of a granted lease that computes nothing.
+    // A prompt can so be granted in parts, between which other calls may evict what the lease does
+    // not have yet. Takes full blocks of `more` up to the first one that is not cached. Returns
+    // kNone, and changes nothing, if that is the first one, if there is not enough room, or if a
+    // part before was dropped or has fewer blocks than its tokens. Throws LeaseError if the lease
+    // computes, has items, or if there are other groups of blocks.
+    Grant prolong(Lease& lease, Tokens more);
     // Returns true if allocate() would grant now. Evicts nothing. `saves`: after a refused grant,
     // the caller will call take_write_backs() and, if there is nothing to save, try once more.
     bool can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Reserve reserve);
@@ -100,7 +107,7 @@ class Grants {
         return residency_.make_room(blocks, Residency::Unsaved::kKept, lease.id());
     }
     void take_blocks(Lease& lease, std::uint32_t total_blocks);
-    std::uint32_t take_resident(Lease& lease);
+    std::uint32_t take_resident(Lease& lease, std::uint32_t first);
     void start_onload(Lease& lease, std::uint32_t first_host_block);
 
     const CoreConfig& config_;

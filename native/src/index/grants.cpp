@@ -85,6 +85,55 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
     return lease.onloads.empty() ? Grant::kReady : Grant::kLoading;
 }
 
+Grant Grants::prolong(Lease& lease, Tokens more) {
+    const std::size_t size = config_.block_tokens;
+    const std::size_t old = lease.path.size();
+    if (!lease.has_blocks() || lease.flags.computes || auxiliary_.exist() || !lease.items.empty()) {
+        throw LeaseError(
+            "prolong: only a granted lease that computes nothing, without items and other "
+            "groups of blocks, can be prolonged")
+            .of(lease.id());
+    }
+    const bool is_current = lease.is(LeaseState::kGranted) && index_.is_of_epoch(lease) &&
+                            index_.attached_blocks(lease) == old;
+    if (!is_current || old == 0 || lease.tokens.size() != old * size) return Grant::kNone;
+    // The refs of the lease keep its blocks in the tree, so the match goes on behind them.
+    index_.tree().find_path(lease.path.back(), more.data(), {}, more.size() / size, lease.path);
+    lease.path.resize(matching_.joinable(lease));
+    if (lease.path.size() <= old) {
+        lease.path.resize(old);
+        return Grant::kNone;
+    }
+    const auto total = static_cast<std::uint32_t>(lease.path.size());
+    residency_.serve(lease);
+    const std::uint32_t resident = residency_.ref(std::span(lease.path).subspan(old));
+    const auto needed = static_cast<std::uint32_t>(total - old - resident);
+    if (needed + reserve_for(total, {}) > residency_.device_room() || !make_room(lease, needed) ||
+        !fit_writable(lease, total, total - needed) || lease.path.size() == old) {
+        residency_.unref(std::span(lease.path).subspan(old));
+        lease.path.resize(old);
+        return Grant::kNone;
+    }
+    const std::size_t blocks = lease.path.size() - old;
+    lease.tokens.insert(lease.tokens.end(), more.begin(),
+                        more.begin() + static_cast<std::ptrdiff_t>(blocks * size));
+    const auto num_tokens = static_cast<std::uint32_t>(lease.tokens.size());
+    lease.prompt_tokens = lease.num_tokens = num_tokens;
+    lease.computed_tokens = lease.cached_tokens = num_tokens;
+    lease.table.resize(lease.path.size());
+    const std::uint32_t device_hit = lease.device_hit;
+    const std::uint32_t first = take_resident(lease, static_cast<std::uint32_t>(old));
+    device_.take(std::span(lease.table).subspan(first));
+    lease.host_hit = static_cast<std::uint32_t>(lease.path.size()) - lease.device_hit;
+    residency_.on_grant(lease);
+    const std::size_t on_device = lease.device_hit - device_hit;
+    hit_device_tokens_ += on_device * size;
+    hit_host_tokens_ += (blocks - on_device) * size;
+    prompt_tokens_ += blocks * size;
+    if (first < lease.path.size()) start_onload(lease, first);
+    return lease.onloads.empty() ? Grant::kReady : Grant::kLoading;
+}
+
 // Onloads need ids that they may write now. Ids of an open step are not writable: the task that has
 // to close the step may wait for the layers of this lease first. Blocks that cannot be onloaded are
 // computed again; the onload of a swapped table waits for the step. The path has its refs already,
@@ -99,12 +148,12 @@ bool Grants::fit_writable(Lease& lease, std::uint32_t total_blocks, std::size_t 
     return make_room(lease, total_blocks - static_cast<std::uint32_t>(std::min(blocks, resident)));
 }
 
-// Fills the table entries of blocks that are on the device or being loaded, and counts this use.
-// Returns their number.
-std::uint32_t Grants::take_resident(Lease& lease) {
+// Fills the table entries of the leading blocks from `first` on that are on the device or being
+// loaded, and counts this use. Returns the number of the block behind them.
+std::uint32_t Grants::take_resident(Lease& lease, std::uint32_t first) {
     const PrefixTree& tree = index_.tree();
-    std::uint32_t resident = 0;
-    std::span<const NodeId> rest = lease.path;
+    std::uint32_t resident = first;
+    std::span<const NodeId> rest = std::span(lease.path).subspan(first);
     while (!rest.empty() && tree.run(rest.front()).has(kOnDevice)) {
         const auto part = tree.first_part(rest);
         saver_.count_uses(part.front(), part.size());
@@ -112,7 +161,7 @@ std::uint32_t Grants::take_resident(Lease& lease) {
         for (std::size_t i = 0; i < part.size(); ++i) lease.table[resident++] = node++->device;
         rest = rest.subspan(part.size());
     }
-    lease.device_hit = resident;
+    lease.device_hit = resident - first + (first == 0 ? 0 : lease.device_hit);
     for (const NodeId node : rest) {
         const Node& n = tree[node];
         if (!n.has(kDeviceResident)) break;
@@ -134,7 +183,7 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     const bool resumes = lease.is(LeaseState::kSwapped);
     const auto hits = static_cast<std::uint32_t>(lease.path.size());
     lease.table.resize(total_blocks);
-    const std::uint32_t resident = take_resident(lease);
+    const std::uint32_t resident = take_resident(lease, 0);
     store_saver_.note_uses(lease, resident);
     fetches_.note_hits(lease);
     device_.take(std::span(lease.table).subspan(resident));

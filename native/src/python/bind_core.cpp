@@ -571,6 +571,14 @@ void bind_core(nb::module_& m) {
             "lease"_a, "num_tokens"_a, "reserve_blocks"_a = nb::none(),
             "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load. "
             "`reserve_blocks`: None for the configured number.")
+        .def(
+            "prolong",
+            [](Core& core, LeaseId id, Tokens tokens) {
+                return static_cast<int>(core.prolong(id, tokens));
+            },
+            "lease"_a, "tokens"_a,
+            "Add the cached blocks of the next tokens to a granted lease that computes nothing. "
+            "Returns as allocate does; 0 also if none of them is cached.")
         .def("pending", &Core::pending, "lease"_a,
              "(lease, blocks): the lease that will compute what follows the match; (0, 0): none.")
         .def("can_allocate", &Core::can_allocate, "lease"_a, "num_tokens"_a, "saves"_a = false,
