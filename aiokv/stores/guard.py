@@ -453,10 +453,10 @@ class StoreGuard:
         self._counts.refused_blocks += int(np.count_nonzero(~admitted))
         return admitted
 
-    def refund(self, num_blocks: int) -> None:
-        """Give the write budget back what was admitted and is not written."""
+    def refund(self, num_blocks: int, admitted_at: float) -> None:
+        """Give the write budget back what was admitted at a time of the loop and is not written."""
         if self.costs.writes is not None:
-            self.costs.writes.refund(num_blocks * self._object_bytes)
+            self.costs.writes.refund(num_blocks * self._object_bytes, admitted_at)
 
     async def save(
         self,
@@ -478,11 +478,12 @@ class StoreGuard:
         """
         if follows is None:
             follows = np.zeros(len(blocks), np.bool_)
+        began = _now()
         reply = await self._move(self._saving, keys, blocks, Priority.BACKUP, accesses, follows)
         is_stored = np.isin(reply.results, (Result.DONE, Result.PRESENT))
         self.costs.missing.note_stored(selected(keys, is_stored))
         if reply.overdue is None:
-            self.refund(int(np.count_nonzero(reply.results != Result.DONE)))
+            self.refund(int(np.count_nonzero(reply.results != Result.DONE)), began)
         return reply
 
     async def _move(

@@ -458,11 +458,12 @@ class StoreSet:
         is_refused = np.asarray(~admitted.all(axis=0))
         self._refused.skip(keys, admitted, self._limited)
         used = np.flatnonzero(admitted.any(axis=0))
+        began = asyncio.get_running_loop().time()
         try:
             await self._proof.seal(selected(keys, used), blocks[used], accesses)
         except BaseException:
             for guard, wanted in zip(self._guards, admitted, strict=True):
-                guard.refund(int(np.count_nonzero(wanted)))
+                guard.refund(int(np.count_nonzero(wanted)), began)
             raise
         follows = np.frombuffer(plan.follows or bytes(plan.num_blocks), np.bool_)
         saves = zip(self._guards, admitted, strict=True)

@@ -81,8 +81,18 @@ class _Window:
         self.parts.extend([0.0] * min(num_parts, len(self.parts)))
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes as written now; negative ones were not written."""
-        self.parts[-1] = max(0.0, self.parts[-1] + num_bytes)
+        """Count bytes as written now."""
+        self.parts[-1] += num_bytes
+
+    def refund(self, num_bytes: float, admitted_at: float) -> None:
+        """Uncount bytes in the part of their admission, and in earlier ones if it has fewer."""
+        if self._ends_at is None:
+            return
+        num_newer = max(0, math.ceil((self._ends_at - admitted_at) / self._part_seconds) - 1)
+        for part in range(len(self.parts) - 1 - num_newer, -1, -1):
+            uncounted = min(num_bytes, self.parts[part])
+            self.parts[part] -= uncounted
+            num_bytes -= uncounted
 
 
 class WriteBudget:
@@ -133,7 +143,8 @@ class WriteBudget:
         admitted |= np.cumsum(~admitted) <= self._fitting(object_bytes, REUSED_SHARE)
         admitted &= np.cumsum(admitted) <= self._fitting(object_bytes, 0.0)
         num_bytes = int(np.count_nonzero(admitted)) * object_bytes
-        self.refund(-num_bytes)
+        for window in self._windows:
+            window.add(num_bytes)
         self._unkept_bytes += num_bytes
         self._unkept_offers += len(admitted)
         if self._is_due() and not (self._keeping and not self._keeping.done()):
@@ -145,10 +156,10 @@ class WriteBudget:
         lefts = (window.left - reserve * window.size for window in self._windows)
         return -(-min(lefts) // object_bytes)
 
-    def refund(self, num_bytes: int) -> None:
-        """Give back bytes that were admitted and not written."""
+    def refund(self, num_bytes: int, admitted_at: float) -> None:
+        """Give back bytes that were admitted at a time of the loop and not written."""
         for window in self._windows:
-            window.add(-num_bytes)
+            window.refund(num_bytes, admitted_at)
 
     def _is_due(self) -> bool:
         limit = math.inf if self._day is None else _KEPT_SHARE * self._day.size
@@ -218,7 +229,9 @@ class WriteBudget:
         head = _HEAD.pack(_FORMAT, self._clock(), *shares)
         counters, path = self._offers.counters(), self._path
         try:
-            self.refund(-await asyncio.to_thread(_write, path, head, counters))
+            num_bytes = await asyncio.to_thread(_write, path, head, counters)
+            for window in self._windows:
+                window.add(num_bytes)
         except OSError as error:
             _log.warning("store.budget_not_kept", path=str(path), reason=str(error))
 

@@ -76,6 +76,20 @@ def test_what_one_part_of_a_day_leaves_is_there_for_another():
     assert sum(day[48:]) == sum(day[24:48])
 
 
+def test_bytes_that_were_not_written_are_given_back_to_the_part_of_their_admission():
+    budget, half_hour = WriteBudget([(100, DAY)]), DAY / 48
+    assert budget.admit(keys_of(*range(50)), 1, 0.0).all()
+    assert budget.admit(keys_of(*range(50, 60)), 1, 1.5 * half_hour).all()
+    budget.refund(50, 0.0)
+    assert budget.left == 0.9
+    budget.admit(b"", 1, DAY + 1.2 * half_hour)
+    assert budget.left == 0.9, "the ten bytes were written within 24 hours"
+    budget.admit(b"", 1, DAY + 2.2 * half_hour)
+    assert budget.left == 1.0
+    budget.refund(10, 0.0)
+    assert budget.left == 1.0
+
+
 @pytest.mark.asyncio
 async def test_offers_and_the_rest_of_the_day_survive_a_restart(tmp_path: Path):
     path, now = tmp_path / "kv" / "admission", 1e9
@@ -172,7 +186,7 @@ async def test_a_refused_block_is_offered_again_and_other_stores_are_not_asked_a
         assert (disk.calls["save"], other.calls["save"]) == (1, 2)
         (guard, _) = s.set.statistics()
         assert (guard.refused_blocks, guard.write_budget_left) == (4, 0.0)
-        s.set.costs[0].writes.refund(4 * PITCH_BYTES)
+        s.set.costs[0].writes.refund(4 * PITCH_BYTES, asyncio.get_running_loop().time())
         assert await s.save(4, 5) == [DONE] * 2
         assert len(disk.objects) == 6
         assert await s.lookup(4, 5) == 2
