@@ -121,6 +121,13 @@ class ExternalSaves {
         std::vector<LeaseId> leases;  // leases whose Lease::saving has the block
         std::vector<SaveId> below;
     };
+    // Blocks that enter the tree together.
+    struct Chain {
+        std::vector<SaveId> ids;
+        std::vector<std::int32_t> tokens;
+        std::vector<ItemKey> items;
+        std::vector<NodeId> nodes;
+    };
     struct InFlight {
         Transfer transfer;
         std::vector<SaveId> blocks;
@@ -170,6 +177,7 @@ class ExternalSaves {
     std::vector<LeaseId> changed_;  // their promises are withdrawn until announce_changed()
     std::vector<LeaseId> advanced_;
     std::vector<LeaseId> ended_;
+    Chain chain_;  // of insert_chain(), which keeps its memory
     std::uint64_t saved_ = 0;
     std::uint64_t failed_ = 0;
     std::uint64_t skipped_ = 0;

@@ -388,10 +388,12 @@ void ExternalSaves::insert_chain(SaveId first, std::vector<SaveId>& next) {
     PrefixTree& tree = index_.tree();
     const Place above = blocks_[first].above;
     const std::uint32_t depth = blocks_[first].depth;
-    const std::vector<LeaseId> leases = std::move(blocks_[first].leases);
-    std::vector<SaveId> chain;
-    std::vector<std::int32_t> tokens;
-    std::vector<ItemKey> items;
+    const std::vector<LeaseId>& leases = blocks_[first].leases;
+    auto& [chain, tokens, items, nodes] = chain_;
+    chain.clear();
+    tokens.clear();
+    items.clear();
+    nodes.clear();
     for (SaveId id = first;;) {
         const Block& block = blocks_[id];
         unlink(id);
@@ -403,7 +405,6 @@ void ExternalSaves::insert_chain(SaveId first, std::vector<SaveId>& next) {
         if (below.state != State::kProven || below.leases != leases) break;
         id = block.below.front();
     }
-    std::vector<NodeId> nodes;
     const std::size_t known = tree.find_or_add_path(static_cast<NodeId>(above), tokens.data(),
                                                     items, chain.size(), nodes);
     const auto added = std::span(nodes).subspan(known);

@@ -342,7 +342,6 @@ std::size_t PrefixTree::equal_blocks(NodeId first, const std::int32_t* tokens,
 PrefixTree::FoundPath PrefixTree::find_path(NodeId above, const std::int32_t* tokens,
                                             std::span<const ItemKey> items, std::size_t limit,
                                             std::vector<NodeId>& path) const {
-    path.reserve(path.size() + limit);
     FoundPath found;
     RunId run_id = run_of_[above];
     while (found.blocks < limit) {
