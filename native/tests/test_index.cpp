@@ -995,6 +995,20 @@ TEST(a_grant_in_parts_ends_where_there_is_no_room_and_after_a_reset) {
     cache.release(lease);
 }
 
+TEST(a_lease_whose_onload_is_being_cancelled_is_not_prolonged_and_keeps_its_blocks) {
+    Cache cache(8, 8);
+    cache.to_host({1, 2, 3, 4, 5, 6, 7, 8});
+    const LeaseId lease = hold_two_blocks(cache);
+    const std::vector<NodeId> path = cache.core.lease(lease).path;
+    cache.core.mark_cancelling(cache.core.lease(lease).onloads.front());
+    CHECK(prolong(cache, lease, {5, 6, 7, 8}) == Grant::kNone);
+    CHECK(cache.core.lease(lease).path == path);
+    end_onloads(cache, lease);
+    CHECK(prolong(cache, lease, {5, 6, 7, 8}) == Grant::kLoading);
+    end_onloads(cache, lease);
+    cache.release(lease);
+}
+
 TEST(a_lease_that_computes_is_not_prolonged) {
     Cache cache(8);
     const LeaseId lease = cache.serve({1, 2, 3, 4});

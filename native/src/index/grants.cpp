@@ -99,11 +99,9 @@ Grant Grants::prolong(Lease& lease, Tokens more) {
     if (!is_current || old == 0 || lease.tokens.size() != old * size) return Grant::kNone;
     // The refs of the lease keep its blocks in the tree, so the match goes on behind them.
     index_.tree().find_path(lease.path.back(), more.data(), {}, more.size() / size, lease.path);
-    lease.path.resize(matching_.joinable(lease));
-    if (lease.path.size() <= old) {
-        lease.path.resize(old);
-        return Grant::kNone;
-    }
+    // A worker may have been asked to cancel an onload of the blocks that the lease has already.
+    lease.path.resize(std::max(old, matching_.joinable(lease)));
+    if (lease.path.size() == old) return Grant::kNone;
     const auto total = static_cast<std::uint32_t>(lease.path.size());
     residency_.serve(lease);
     const std::uint32_t resident = residency_.ref(std::span(lease.path).subspan(old));
