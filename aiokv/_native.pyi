@@ -267,9 +267,6 @@ class CoreStatistics:
     def dropped_saves(self) -> int: ...
 
     @property
-    def rejected_saves(self) -> int: ...
-
-    @property
     def refused_saves(self) -> int: ...
 
     @property
@@ -384,7 +381,7 @@ class SavePolicy(enum.Enum):
 class StoreConfig:
     """Rule of when host blocks are saved to the stores."""
 
-    def __init__(self, *, policy: SavePolicy = SavePolicy.WRITE_THROUGH, uses: int = 2, only_reused: bool = False, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
+    def __init__(self, *, policy: SavePolicy = SavePolicy.WRITE_THROUGH, uses: int = 2, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
 
 class MoveRoute(enum.Enum):
     ON_DEVICE = 0

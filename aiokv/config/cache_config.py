@@ -26,7 +26,6 @@ DEFAULT_EVICTION_POLICY: Final[EvictionPolicy] = "adaptive"
 AdmissionOrder = Literal["arrival", "cached_first"]
 ADMISSION_ORDERS: Final[tuple[AdmissionOrder, ...]] = get_args(AdmissionOrder)
 STORE_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use", "write_back")
-StoreAdmission = Literal["all", "reused"]
 MAX_SHARES: Final = 4_095  # salts in CacheConfig.salt_shares
 _RENAMED_POLICIES = {"s3fifo": "adaptive"}
 _NOT_WITH_EXTERNAL_DEVICE: Final[
@@ -185,8 +184,6 @@ class CacheConfig:
         store_policy: when to save blocks of host memory to the stores. ``"write_through"``: as soon
             as they are in host memory; ``"nth_use:N"``: at their N-th use, as for ``write_policy``;
             ``"write_back"``: shortly before their eviction from host memory.
-        store_admission: ``"reused"`` saves a block only when the same block was offered before, so
-            that blocks which are used once do not wear the disk; ``"all"`` saves each block.
         store_queue_blocks: blocks that may wait for a save; further blocks are not saved, and
             counted in ``dropped_saves`` of the statistics.
         external_device: True if a server owns the device blocks, and names them with
@@ -227,7 +224,6 @@ class CacheConfig:
     model: str = ""
     weights_version: str = ""
     store_policy: str = "write_through"
-    store_admission: StoreAdmission = "all"
     store_queue_blocks: int = 4_096
     prefill_tokens_per_second: float | None = None
     external_device: bool = False
@@ -330,9 +326,6 @@ class CacheConfig:
         checks.text("model", self.model, ConfigError)
         checks.text("weights_version", self.weights_version, ConfigError)
         SavePolicy.parse("store_policy", self.store_policy, STORE_POLICIES)
-        checks.choice(
-            "store_admission", self.store_admission, get_args(StoreAdmission), ConfigError
-        )
         _require_int("store_queue_blocks", self.store_queue_blocks, 1)
         speed = self.prefill_tokens_per_second
         if speed is not None:

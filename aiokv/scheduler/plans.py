@@ -95,7 +95,6 @@ def _store_config(config: CacheConfig) -> StoreConfig:
     return StoreConfig(
         policy=_POLICIES[save.moment],
         uses=save.uses,
-        only_reused=config.store_admission == "reused",
         queue_blocks=config.store_queue_blocks,
         ahead_blocks=min(-(-config.host_blocks // 32), _MAX_AHEAD_BLOCKS),
     )

@@ -579,7 +579,6 @@ class CacheReader:
             saved_blocks=core.saved_blocks,
             unsaved_by_cause={
                 "dropped": core.dropped_saves,
-                "rejected": core.rejected_saves,
                 "refused": core.refused_saves,
                 "failed": core.failed_saves,
             },

@@ -512,23 +512,6 @@ TEST(few_saves_are_in_flight_at_a_time) {
     CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 2u);
 }
 
-TEST(only_blocks_that_were_offered_before_are_saved) {
-    CoreConfig config = config_of(8, 8);
-    config.stores.only_reused = true;
-    Cache cache(config);
-    const Prompt prompt{1, 2, 3, 4};
-    cache.core.release(cache.backed_up(prompt), 0);
-    CHECK_EQ(cache.save(), 0u);
-    CHECK_EQ(cache.core.statistics().rejected_saves, 2u);
-    cache.core.reset();
-    cache.core.release(cache.backed_up(prompt), 0);  // computed once more
-    CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 2u);
-    cache.core.release(cache.backed_up({5, 5, 5}), 0);
-    CHECK_EQ(cache.save(), 0u);
-    CHECK(cache.core.allocate(cache.match({5, 5, 5}), 3) == Grant::kReady);  // a use is an offer
-    CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 1u);
-}
-
 TEST(a_sketch_remembers_a_period_and_forgets_after_two) {
     const auto digest_of = [](std::uint32_t number) { return root_digest(number, "sketch"); };
     ReuseSketch sketch(1000);

@@ -62,9 +62,8 @@ class Walk {
             config.state_slots = 0;
             config.windows.clear();
         }
-        config.stores = {true,           static_cast<SavePolicy>(1 + below(3)),
-                         1 + below(3),   below(4) == 0,
-                         1 + below(300), below(20)};
+        config.stores = {true, static_cast<SavePolicy>(1 + below(3)), 1 + below(3), 1 + below(300),
+                         below(20)};
         return config;
     }
 

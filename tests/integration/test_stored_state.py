@@ -176,18 +176,6 @@ async def test_snapshot_is_saved_at_its_nth_use(uses):
         assert model.engine.statistics().groups["state"].saved_blocks == (uses == 2)
 
 
-async def test_admission_of_reused_snapshots_only():
-    async with hybrid(ScriptedStore(), store_admission="reused") as model:
-        for _ in range(2):
-            await model.serve(PROMPT)
-            await model.engine.drain()
-        statistics = model.engine.statistics()
-        assert (
-            statistics.groups["state"].saved_blocks,
-            statistics.groups["state"].unsaved_blocks,
-        ) == (1, 1)
-
-
 async def test_snapshots_are_saved_shortly_before_their_eviction():
     async with hybrid(ScriptedStore(), store_policy="write_back", host_state_slots=3) as model:
         for name in range(2):

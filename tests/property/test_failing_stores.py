@@ -53,7 +53,6 @@ class Load:
             store_policy=self.rng.choice(
                 ("write_through", "write_through", "nth_use:2", "write_back")
             ),
-            store_admission=self.rng.choice(("all", "all", "reused")),
             store_queue_blocks=self.rng.choice((2, 4096)),
         )
         self.stores += [part for store in self.stores for part in store.parts.values()]

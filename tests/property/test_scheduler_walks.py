@@ -73,7 +73,6 @@ class Walk:
             config = dataclasses.replace(
                 config,
                 store_policy=random.choice(("write_through", "nth_use:2", "write_back")),
-                store_admission=random.choice(("all", "all", "reused")),
                 store_queue_blocks=random.choice((2, 64)),
             )
         if has_state:

@@ -150,7 +150,6 @@ class Round:
                     rng.randint(1, 3),
                 )
             ),
-            store_admission=rng.choice(("all", "all", "reused")),
             store_queue_blocks=rng.choice((8, 4096)),
             prefill_tokens_per_second=rng.choice((1.0, 2e3, None)),
         )

@@ -47,7 +47,6 @@ from aiokv.scheduler.plans import new_core
         ("model", "\ud800"),
         ("weights_version", 3),
         ("store_policy", "sometimes"),
-        ("store_admission", "none"),
         ("store_policy", "none"),
         ("store_policy", "nth_use:-1"),
         ("store_queue_blocks", 0),

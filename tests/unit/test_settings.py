@@ -87,7 +87,6 @@ SAMPLES = {
     "model": 'a "model"\n',
     "weights_version": "é",
     "store_policy": "nth_use:4",
-    "store_admission": "reused",
     "store_queue_blocks": 5,
     "prefill_tokens_per_second": 1e4,
 }

@@ -140,7 +140,6 @@ def cache_config(
         weights_version=options.weights_version,
         prefill_tokens_per_second=options.prefill_tokens_per_second,
         store_policy=options.store_policy,
-        store_admission=options.store_admission,
     )
 
 

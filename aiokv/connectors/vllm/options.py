@@ -20,7 +20,7 @@ from aiokv.stores.options import parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiokv.config.cache_config import EvictionPolicy, StoreAdmission, Verify
+    from aiokv.config.cache_config import EvictionPolicy, Verify
 
 Load = Literal["auto", "async", "layerwise"]
 WRITE_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use", "none")
@@ -56,7 +56,6 @@ class Options:
             ``{rank}`` stands for the number of the rank, ``{dp}`` for that of the engine of data
             parallelism; each disk store needs a folder of its own.
         store_policy: as ``CacheConfig.store_policy``.
-        store_admission: as ``CacheConfig.store_admission``.
         store_wait_seconds: the longest that a request waits for blocks of the stores; 0 never asks
             them.
         prefill_tokens_per_second: as ``CacheConfig.prefill_tokens_per_second``; None to measure it.
@@ -83,7 +82,6 @@ class Options:
     verify: Verify = "off"
     stores: tuple[str, ...] = ()
     store_policy: str = "write_through"
-    store_admission: StoreAdmission = "all"
     store_wait_seconds: float = 1.0
     prefill_tokens_per_second: float | None = None
     model: str | None = None

@@ -120,7 +120,7 @@ class EngineCounts:
         now: dict[str, float] = {
             "store_fetched_blocks": blocks.fetched_blocks,
             "stored_blocks": blocks.saved_blocks,
-            "unstored_blocks": blocks.unsaved_blocks - blocks.unsaved_by_cause["rejected"],
+            "unstored_blocks": blocks.unsaved_blocks - blocks.unsaved_by_cause["refused"],
             "store_wait_seconds": requests.store_wait.sum_seconds,
             "declined_fetches": requests.declined_fetches,
             "late_fetches": requests.late_fetches,

@@ -43,7 +43,6 @@ struct StoreConfig {
     bool exist = false;
     SavePolicy policy = SavePolicy::kWriteThrough;
     std::uint32_t uses = 2;             // the n of kNthUse
-    bool only_reused = false;           // a block is saved when it is offered the second time
     std::uint32_t queue_blocks = 4096;  // blocks that may wait for a save
     std::uint32_t ahead_blocks = 0;     // kWriteBack: number of host blocks to keep free or saved
 
@@ -199,7 +198,7 @@ struct CoreStatistics {
     std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,
         reclaimed_host_copies;
     std::uint64_t hit_store_tokens, fetches, fetched_blocks, unfetched_blocks;
-    std::uint64_t saved_blocks, dropped_saves, rejected_saves, refused_saves, failed_saves;
+    std::uint64_t saved_blocks, dropped_saves, refused_saves, failed_saves;
     std::uint64_t receives, received_blocks, failed_receives;
     MissCounts missed_tokens;
     std::uint64_t sends, sent_blocks, failed_sends;

@@ -18,7 +18,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <optional>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -27,7 +26,6 @@
 #include "aiokv/core_types.hpp"
 #include "aiokv/digest.hpp"
 #include "aiokv/error.hpp"
-#include "aiokv/reuse_sketch.hpp"
 #include "aiokv/stored_blocks.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
@@ -46,8 +44,7 @@ enum class SaveResult : std::uint8_t { kDone, kMissing, kWrong, kRefused, kFaile
 // Numbers of copies since the cache was created.
 struct SaveCounts {
     std::uint64_t saved = 0;
-    std::uint64_t dropped = 0;   // because the queue was full
-    std::uint64_t rejected = 0;  // by the admission
+    std::uint64_t dropped = 0;  // because the queue was full
     std::uint64_t refused = 0;
     std::uint64_t failed = 0;
 };
@@ -55,7 +52,6 @@ struct SaveCounts {
 struct SaveLimits {
     std::size_t copies = 1;  // most copies per save
     std::size_t saves = 1;   // most saves in flight
-    std::uint64_t remembered_offers = 0;
 };
 
 template <class Copies>
@@ -70,9 +66,7 @@ class SaveQueue {
           stored_(stored),
           transfers_(transfers),
           copies_(std::move(copies)),
-          limits_(limits) {
-        if (stored.exist() && config_.only_reused) offered_.emplace(limits.remembered_offers);
-    }
+          limits_(limits) {}
 
     Copies& copies() { return copies_; }
     const Copies& copies() const { return copies_; }
@@ -187,13 +181,6 @@ class SaveQueue {
     bool can_save(Key key) const {
         return copies_.exists(key) && !copies_.has(key, kStored | kSaving | kSaveRefused);
     }
-    // A rejected copy is offered again only after its next use.
-    bool admit(Key key) {
-        if (!offered_ || offered_->offer(stored_.digest(copies_.node_of(key)))) return true;
-        copies_.set(key, kSaveRefused);
-        ++counts_.rejected;
-        return false;
-    }
     std::vector<Key> take_queued() {
         std::vector<Key> keys;
         while (!queue_.empty() && keys.size() < limits_.copies) {
@@ -201,13 +188,13 @@ class SaveQueue {
             queue_.pop_front();
             if (!copies_.is_live(key) || !copies_.has(key, kSaveQueued)) continue;
             copies_.clear(key, kSaveQueued);
-            if (can_save(key) && admit(key)) keys.push_back(key);
+            if (can_save(key)) keys.push_back(key);
         }
         return keys;
     }
     std::vector<Key> look_ahead() {
         std::vector<Key> keys = copies_.next_evicted();
-        std::erase_if(keys, [this](Key key) { return !can_save(key) || !admit(key); });
+        std::erase_if(keys, [this](Key key) { return !can_save(key); });
         if (keys.size() > limits_.copies) keys.resize(limits_.copies);
         return keys;
     }
@@ -218,7 +205,6 @@ class SaveQueue {
     TransferLedger& transfers_;
     Copies copies_;
     SaveLimits limits_;
-    std::optional<ReuseSketch> offered_;          // none: each copy is admitted
     std::deque<Key> queue_;                       // keys; those without kSaveQueued are stale
     std::unordered_map<TransferId, Save> saves_;  // in flight
     SaveCounts counts_;

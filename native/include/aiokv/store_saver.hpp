@@ -68,7 +68,7 @@ class StoreSaver {
           stored_(stored),
           residency_(residency),
           saves_(config, tree, stored, transfers, {config, tree, host, stored, residency},
-                 {256, 4, 2 * (std::uint64_t{config.device_blocks} + config.host_blocks)}) {}
+                 {256, 4}) {}
 
     // Call when these blocks have got a host copy from the device.
     void note_host_copies(std::span<const NodeId> nodes);

@@ -11,8 +11,7 @@ namespace {
 
 // Saves pin copies of a small pool, so only a part of the pool may be in saves.
 SaveLimits limits_of(const GroupPool& host) {
-    return {std::clamp<std::size_t>(host.capacity() / 8, 1, 64), 2,
-            4096 + 2 * std::uint64_t{host.capacity()}};
+    return {std::clamp<std::size_t>(host.capacity() / 8, 1, 64), 2};
 }
 
 }  // namespace
@@ -143,7 +142,7 @@ void AuxiliaryStore::add_to(GroupStatistics& statistics) const {
     const SaveCounts& saves = saves_.counts();
     statistics.evicted_host += evicted_;
     statistics.stored = saves.saved;
-    statistics.unstored = saves.dropped + saves.rejected + saves.refused + saves.failed;
+    statistics.unstored = saves.dropped + saves.refused + saves.failed;
     statistics.fetched = fetched_;
     statistics.unfetched = unfetched_;
 }

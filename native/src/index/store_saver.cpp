@@ -22,7 +22,6 @@ void StoreSaver::add_to(CoreStatistics& statistics) const {
     const SaveCounts& counts = saves_.counts();
     statistics.saved_blocks = counts.saved;
     statistics.dropped_saves = counts.dropped + residency_.evicted_unsaved();
-    statistics.rejected_saves = counts.rejected;
     statistics.refused_saves = counts.refused;
     statistics.failed_saves = counts.failed;
 }

@@ -429,7 +429,6 @@ void bind_statistics(nb::module_& m) {
         .def_ro("unfetched_blocks", &S::unfetched_blocks)
         .def_ro("saved_blocks", &S::saved_blocks)
         .def_ro("dropped_saves", &S::dropped_saves)
-        .def_ro("rejected_saves", &S::rejected_saves)
         .def_ro("refused_saves", &S::refused_saves)
         .def_ro("failed_saves", &S::failed_saves)
         .def_ro("receives", &S::receives)
@@ -482,12 +481,12 @@ void bind_core(nb::module_& m) {
     nb::class_<StoreConfig>(m, "StoreConfig", "Rule of when host blocks are saved to the stores.")
         .def(
             "__init__",
-            [](StoreConfig* self, SavePolicy policy, std::uint32_t uses, bool only_reused,
-               std::uint32_t queue_blocks, std::uint32_t ahead_blocks) {
-                new (self) StoreConfig{true, policy, uses, only_reused, queue_blocks, ahead_blocks};
+            [](StoreConfig* self, SavePolicy policy, std::uint32_t uses, std::uint32_t queue_blocks,
+               std::uint32_t ahead_blocks) {
+                new (self) StoreConfig{true, policy, uses, queue_blocks, ahead_blocks};
             },
             nb::kw_only(), "policy"_a = SavePolicy::kWriteThrough, "uses"_a = 2,
-            "only_reused"_a = false, "queue_blocks"_a = 4096, "ahead_blocks"_a = 0);
+            "queue_blocks"_a = 4096, "ahead_blocks"_a = 0);
     nb::enum_<MoveRoute>(m, "MoveRoute")
         .value("ON_DEVICE", MoveRoute::kOnDevice)
         .value("FROM_HOST", MoveRoute::kFromHost)
