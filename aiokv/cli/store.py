@@ -26,7 +26,8 @@ READ_THREADS: Final = 4
 EPILOG = """\
 serve, stat, hot and warm are for shared memory; ls, verify and gc for the files of a disk or
 directory store.
-ls also takes the URL of a store that can list its objects, such as redis:// or s3://.
+ls also takes the URL of a store that can list its objects, such as redis:// or s3://,
+or host:// for the shared memory of a host.
 
 ls and gc read no block, except for gc --verify; verify reads all blocks. While an engine uses a
 disk store, only ls works; a directory store can be listed, verified and cleaned up at any time.

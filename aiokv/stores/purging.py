@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -12,9 +13,10 @@ import numpy as np
 
 from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.stores.base import KEY_BYTES, StoreMemory
+from aiokv.stores.host.link import inspect
 from aiokv.stores.inspection import Listing, open_files
 from aiokv.stores.labels import count_labels, label
-from aiokv.stores.options import without_user
+from aiokv.stores.options import url_path, without_user
 from aiokv.stores.urls import stores_from
 
 if TYPE_CHECKING:
@@ -73,23 +75,26 @@ async def list_store(url: str) -> Listing:
     not known without reading the blocks.
 
     Args:
-        url: URL of a store that can list its objects, such as Redis or S3.
+        url: URL of a store that can list its objects, such as Redis or S3; or of a host service,
+            whose memory is counted, and not the store below.
 
     Raises:
         ConfigError: the URL is wrong.
         StoreError: the store cannot list its objects, cannot be reached, or failed.
     """
+    if urlsplit(url).scheme == "host":
+        report = await inspect(Path(url_path(url, "host:///run/aiokv/host.sock")))
+        blocks = sum(size.blocks for size in report.sizes)
+        return _listing("host", url, blocks, report.labels)
     async with _opened(url) as store:
         found = [keys async for keys in store.stored_keys()]
     keys = np.frombuffer(b"".join(found), np.uint8).reshape(-1, KEY_BYTES)
+    return _listing(store.kind, without_user(store.url), len(keys), count_labels(keys))
+
+
+def _listing(kind: str, url: str, blocks: int, labels: dict[str, int]) -> Listing:
     return Listing(
-        kind=store.kind,
-        path=without_user(store.url),
-        blocks=len(keys),
-        block_bytes=0,
-        disk_bytes=0,
-        labels=count_labels(keys),
-        groups=[],
+        kind=kind, path=url, blocks=blocks, block_bytes=0, disk_bytes=0, labels=labels, groups=[]
     )
 
 

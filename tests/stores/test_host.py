@@ -27,8 +27,8 @@ from aiokv.stores.host.link import attach, inspect
 from aiokv.stores.host.messages import Load, Publish, Save
 from aiokv.stores.host.pools import SlotPools
 from aiokv.stores.host.service import HostService
-from aiokv.stores.labels import label
-from aiokv.stores.purging import purge_store
+from aiokv.stores.labels import count_labels, label
+from aiokv.stores.purging import list_store, purge_store
 from aiokv.stores.threads import StoreThreads
 from aiokv.stores.use import StoreUse
 from aiokv.testing import ScriptedStore
@@ -706,7 +706,19 @@ def test_stat_prints_the_counts_of_a_service(
         "capacity_bytes": 64 << 20,
         "below": "",
         "sizes": [],
+        "labels": {},
     }
+
+
+@pytest.mark.asyncio
+async def test_ls_counts_the_blocks_of_shared_memory_by_label(server: HostServer) -> None:
+    async with opened(HostMedium(server), blocks := Blocks()) as store:
+        await save(store, blocks, range(4))
+        await store.remove(keys_of([3]))
+        listing = await list_store(server.url)
+    assert (listing.kind, listing.path, listing.blocks) == ("host", server.url, 3)
+    keys = np.frombuffer(keys_of(range(3)), np.uint8).reshape(-1, KEY_BYTES)
+    assert listing.labels == count_labels(keys)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ import msgspec
 
 from aiokv.wire.messages import Codec, Ping, Pong, encode
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
 PRESENT: Final = -1  # instead of a slot: the key is stored
@@ -197,11 +197,13 @@ class Report(_Message, frozen=True, tag="report"):
         capacity_bytes: limit of the memory.
         below: URL of the store below; empty without one.
         sizes: counts per size of slots.
+        labels: objects in memory by label; see ``aiokv.stores.labels``.
     """
 
     capacity_bytes: int
     below: str
     sizes: list[Counts]
+    labels: dict[str, int]
 
 
 FirstMessage = Hello | Inspect

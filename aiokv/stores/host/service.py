@@ -11,6 +11,7 @@ verifies each object that it loads, so damaged objects are not used.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from aiokv.stores.host.messages import (
 )
 from aiokv.stores.host.pools import SlotPools
 from aiokv.stores.host.requests import Requests
+from aiokv.stores.labels import MAX_LABELS, usage
 from aiokv.stores.threads import StoreThreads
 from aiokv.wire.connection import Callbacks, Connection, WireLimits
 from aiokv.wire.frames import FrameWriter, ProtocolError
@@ -124,10 +126,16 @@ class HostService:
 
     def report(self) -> Report:
         """Return the counts of all sizes."""
+        counts: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
+        for pool in self._pools.pools.values():
+            for kind, by_label in pool.table.label_counts(MAX_LABELS).items():
+                counts[kind].update(by_label)
+        blocks = sum(pool.table.stored for pool in self._pools.pools.values())
         return Report(
             capacity_bytes=self._pools.capacity_bytes,
             below="" if self._below_use is None else self._below_use.store.url,
             sizes=[self._counts_of(pool) for pool in self._pools.pools.values()],
+            labels=usage(counts, blocks),
         )
 
     def _counts_of(self, pool: SlotPool) -> Counts:
