@@ -191,7 +191,8 @@ class BlockGroupStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     *Unsaved* blocks were to be saved to the stores and were not. Causes of ``"attention"``:
     *dropped* (the queue was full, or the block was evicted or the host tier slept before),
-    *refused* by a store or its write budget, or *failed*. The other groups count them together, as *unsaved*.
+    *refused* by a store or its write budget, or *failed*. The other groups count them together, as
+    *unsaved*.
     """
 
     device: Annotated[TierStatistics, Label("tier", "device")]
