@@ -632,9 +632,14 @@ class Core:
         Of the cached tokens: those whose blocks a fetch brought for this lease.
         """
 
+    def note_left_in_store(self, lease: int, blocks: int, why: str) -> None:
+        """
+        Note that stores have the first blocks of a prompt, and why not all were fetched: 'declined', 'late' or 'failed'.
+        """
+
     def missed(self, lease: int) -> list[tuple[int, int, str, float | None, str, bool, int, str | None, tuple[int, int, int] | None]]:
         """
-        Causes of the missed blocks of the last grant: (first block, end, cause, seconds since the eviction, its cause, whether the host had the last copy, lease that needed the room or computes the blocks, other context, (position, token, known token)).
+        Causes of the missed blocks of the last grant: (first block, end, cause, seconds since the eviction, its cause or why a store's blocks were not fetched, whether the host had the last copy, lease that needed the room or computes the blocks, other context, (position, token, known token)).
         """
 
     def group_hit(self, lease: int, group: int) -> tuple[int, int]:

@@ -6,7 +6,20 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-MissCause = Literal["never_seen", "diverged", "evicted", "other_context", "pending", "unusable"]
+MissCause = Literal[
+    "never_seen",
+    "diverged",
+    "evicted",
+    "other_context",
+    "other_items",
+    "pending",
+    "in_store",
+    "unusable",
+]
+StoreMiss = Literal["declined", "late", "failed"]
+# Blocks of a prompt up to the last one that a store has, and why they were not all fetched.
+LeftInStore: TypeAlias = tuple[int, StoreMiss]
+NOTHING_LEFT: LeftInStore = (0, "failed")
 # See Core.missed.
 MissTuple: TypeAlias = tuple[
     int, int, str, float | None, str, bool, int, str | None, tuple[int, int, int] | None
@@ -24,15 +37,19 @@ class MissedRange(msgspec.Struct, frozen=True, kw_only=True):
         cause: ``"never_seen"``: no known prefix continues here. ``"diverged"``: known prefixes
             continue with other tokens. ``"evicted"``: the blocks were cached, and evicted since.
             ``"other_context"``: the same tokens are or were cached for another salt or adapter.
-            ``"pending"``: another lease was computing the blocks. ``"unusable"``: the blocks are
-            cached, but no hit can end behind them, such as a host hit below
-            ``CacheConfig.min_onload_tokens``.
+            ``"other_items"``: the first of the blocks was cached with other multimodal items.
+            ``"pending"``: another lease was computing the blocks. ``"in_store"``: a store has the
+            blocks, and they were not fetched. ``"unusable"``: the blocks are cached, but no hit can
+            end behind them, such as a host hit below ``CacheConfig.min_onload_tokens``.
         evicted_seconds: seconds from the eviction of the first block to the call.
         eviction_cause: ``"capacity"``, ``"request"`` (a call of ``evict``), ``"resize"``,
             ``"sleep"`` or ``"failure"`` (a copy failed).
         tier: tier that had the last copy, ``"device"`` or ``"host"``.
         lease_id: id of the lease that needed the room of the evicted blocks, or that computes the
             pending ones. None if no lease needed it.
+        store: why the blocks were not fetched from the store. ``"declined"``: computing them was
+            expected to be sooner, or host memory had no room. ``"late"``: the wait ended before
+            they arrived. ``"failed"``: the store did not deliver them.
         salt: salt of the other context; None if that context is closed.
         adapter: adapter of the other context; None if that context is closed.
         diverged_at: first position whose token differs from those of all known prefixes. None if
@@ -48,6 +65,7 @@ class MissedRange(msgspec.Struct, frozen=True, kw_only=True):
     eviction_cause: str | None = None
     tier: Literal["device", "host"] | None = None
     lease_id: int | None = None
+    store: StoreMiss | None = None
     salt: str | None = None
     adapter: str | None = None
     diverged_at: int | None = None

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.misses import StoreMiss
     from aiokv.engine.fetch_line import Place
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
@@ -84,9 +85,11 @@ class StoreWait:
 
 
 class _Newest:
-    """Newest fetch of one request.
+    """Newest fetch of one request, and what it leaves in the stores.
 
     Attributes:
+        stored_blocks: blocks of the prompt up to the last one that a store has; 0: unknown.
+        left: why they were not all fetched.
         transfer_id: the fetch; 0 before the first.
         began: begin of the wait for it.
         blocks: number of blocks that it is to bring.
@@ -95,6 +98,8 @@ class _Newest:
     """
 
     def __init__(self) -> None:
+        self.stored_blocks = 0
+        self.left: StoreMiss = "failed"
         self.transfer_id = 0
         self.began = 0.0
         self.blocks = 0
@@ -190,16 +195,18 @@ class Fetches:
     async def _bring_and_serve(
         self, lease_id: int, timeout: float | None, queued_tokens: int, wait: StoreWait
     ) -> None:
+        newest = _Newest()
         try:
             comparison = self.comparison(queued_tokens)
-            await self.bring(lease_id, timeout, Priority.DEMAND, comparison)
+            await self.bring(lease_id, timeout, Priority.DEMAND, comparison, newest)
         finally:
             wait.end()
             if self._observers.active and not wait.is_stopped:
                 owner = self._read.owner(lease_id)
                 self._observers.begin_wait(lease_id, owner, "capacity", time.monotonic())
             if self._lifetime.is_running:
-                self._dispatcher.apply(self._scheduler.end_store_wait(lease_id))
+                left = newest.stored_blocks, newest.left
+                self._dispatcher.apply(self._scheduler.end_store_wait(lease_id, left))
 
     def comparison(self, queued_tokens: int) -> Comparison | None:
         """Return the comparison for a request; None while the speed of the model is unknown.
@@ -218,6 +225,7 @@ class Fetches:
         timeout: float | None,
         priority: Priority,
         comparison: Comparison | None = None,
+        newest: _Newest | None = None,
     ) -> None:
         """Fetch the missing blocks of a matched lease to the host tier; return when they arrived.
 
@@ -230,32 +238,34 @@ class Fetches:
             priority: priority of the fetches.
             comparison: decides which blocks are fetched; None to fetch all blocks that a store
                 has, at any speed.
+            newest: receives the fetches, and what they leave in the stores; None if nobody asks.
 
         Cancellation: begins no more fetches; those in flight go on.
         """
+        newest = newest or _Newest()
         try:
             async with asyncio.timeout(timeout):
                 if self._groups:
                     await self._bring_to_boundary(lease_id, priority, comparison)
                 else:
-                    await self._bring(lease_id, priority, comparison)
+                    await self._bring(lease_id, priority, comparison, newest)
         except TimeoutError:
-            return
+            newest.left = "late"
         except AiokvError:  # the lease was released, or the engine fails and tells its waiters
             return
 
     async def _bring(
-        self, lease_id: int, priority: Priority, comparison: Comparison | None
+        self, lease_id: int, priority: Priority, comparison: Comparison | None, newest: _Newest
     ) -> None:
         """Bring the missing blocks in parts: ``read.missing`` returns a bounded number of them.
 
         The stores are asked again after a late part, once: another store may be quicker.
         """
-        newest, is_again = _Newest(), False
+        is_again = False
         first, digests = self._read.missing(lease_id)
         while digests:
             answer = await self._worker.stores.lookup(digests)
-            end = first + answer.blocks
+            end = newest.stored_blocks = first + answer.blocks
             is_whole = answer.blocks == len(digests) // KEY_BYTES
             if comparison is None:
                 reached, digests = await self._bring_blocks(lease_id, end, priority, newest)
@@ -308,6 +318,7 @@ class Fetches:
             place = self._line.enter(part.work)
             try:
                 if not await self._turn(place, part, comparison):
+                    newest.left = "late"
                     return
                 while (part := comparison.next_part(seconds)).blocks:
                     self._line.note(place, part.work)
@@ -323,6 +334,8 @@ class Fetches:
                     first = reached
             finally:
                 self._line.leave(place)
+        if len(seconds):
+            newest.left = "declined"
         if len(seconds) and not newest.late_id:
             self._requests.note_declined_fetch()
             self._probe(lease_id, comparison)
@@ -355,6 +368,7 @@ class Fetches:
                 )
         except TimeoutError:
             self._requests.note_late_fetch()
+            newest.left = "late"
             reached, _ = self._read.missing(lease_id)
         return reached
 
@@ -424,6 +438,7 @@ class Fetches:
                 self._scheduler.fetches.begin(lease_id, end - reached, priority, newest.late_id)
             )
             if not transfer_id:
+                newest.left = "declined"  # host memory has no room
                 break
             newest.note(transfer_id, end - reached, self._now())
             if self._observers.active:

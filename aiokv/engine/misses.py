@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from aiokv.base.misses import MissCause, MissedRange
+from aiokv.base.misses import MissCause, MissedRange, StoreMiss
 from aiokv.engine.contexts import split_context
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ def missed_ranges(tuples: Iterable[MissTuple], block_tokens: int) -> tuple[Misse
                 num_tokens=(end - first) * block_tokens,
                 cause=cast("MissCause", cause),
                 evicted_seconds=seconds,
-                eviction_cause=reason or None,
-                tier=("host" if on_host else "device") if reason else None,
+                eviction_cause=reason if cause == "evicted" else None,
+                tier=("host" if on_host else "device") if cause == "evicted" else None,
                 lease_id=lease_id or None,
+                store=cast("StoreMiss", reason) if cause == "in_store" else None,
                 salt=salt,
                 adapter=adapter,
                 diverged_at=position,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from aiokv._native import Core
+    from aiokv.base.misses import LeftInStore
     from aiokv.config.cache_config import CacheConfig
     from aiokv.errors import AiokvError
     from aiokv.scheduler.effects import Outbox
@@ -162,11 +163,17 @@ class Admission:
         self.requests[request.lease_id] = request
         request.enter(self._store_waits, request.priority)
 
-    def end_store_wait(self, lease_id: int) -> None:
-        """Serve a request in its place from now on. Idempotent."""
+    def end_store_wait(self, lease_id: int, left: LeftInStore) -> None:
+        """Serve a request in its place from now on. Idempotent.
+
+        Args:
+            lease_id: its lease.
+            left: blocks that a store has, for ``Lease.missed``.
+        """
         request = self.requests.get(lease_id)
         if request is None or not request.is_in(self._store_waits):
             return
+        self._core.note_left_in_store(lease_id, *left)
         ticket = request.ticket
         request.leave()
         if self._quota.passes(request.salt, request.num_blocks, ticket[1]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final, Literal
 
+from aiokv.base.misses import NOTHING_LEFT, LeftInStore
 from aiokv.base.plan import Priority
 from aiokv.base.state_guard import StateGuard
 from aiokv.base.types import LeaseState, StepTokens, as_tokens
@@ -526,9 +527,9 @@ class CacheScheduler:
         return None, self._outbox.pending
 
     @guarded
-    def end_store_wait(self, lease_id: int) -> Done:
+    def end_store_wait(self, lease_id: int, left: LeftInStore = NOTHING_LEFT) -> Done:
         """Serve a lease that waits for a store in its place from now on. Idempotent."""
-        self._admission.end_store_wait(lease_id)
+        self._admission.end_store_wait(lease_id, left)
         return None, self._settle()
 
     @guarded

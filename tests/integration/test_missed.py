@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from typing import Any
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Item, WindowGroup
 from aiokv.statistics import MissedRange
 from aiokv.sync import SyncEngine
+from aiokv.testing import running_clock
+from tests.harness.cache import prompt
+from tests.integration.test_stores import StoreCache, restarted
 
 OPTIONS = {"device_blocks": 4, "block_tokens": 4, "strict": False}
 PROMPT = list(range(13))
@@ -19,8 +24,8 @@ def make_engine(history: int = 16, **options: Any) -> CacheEngine:
     return CacheEngine(CacheConfig(miss_history_blocks=history, **OPTIONS, **options))
 
 
-async def serve(engine: CacheEngine, tokens: list[int], salt: str = "") -> list[MissedRange]:
-    async with await engine.match(tokens, salt=salt) as lease:
+async def serve(engine: CacheEngine, tokens: list[int], **match: Any) -> list[MissedRange]:
+    async with await engine.match(tokens, **match) as lease:
         await lease.allocate(len(tokens))
         missed = lease.missed
         lease.commit(len(tokens))
@@ -70,6 +75,58 @@ async def test_tokens_of_another_salt_name_the_salt() -> None:
         await serve(engine, PROMPT, salt="other")
         (missed,) = await serve(engine, PROMPT, salt="mine")
     assert (missed.cause, missed.salt, missed.adapter) == ("other_context", "other", "")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("evicted", [0, 2])
+async def test_tokens_with_another_image_name_the_items(evicted: int) -> None:
+    first, second = (Item(content, 5, 2) for content in (b"a", b"b"))
+    async with make_engine() as engine:
+        await serve(engine, PROMPT, items=[first])
+        assert await engine.evict(evicted) == evicted
+        (missed,) = await serve(engine, PROMPT, items=[second])
+        assert (missed.cause, missed.first_token, missed.num_tokens) == ("other_items", 4, 8)
+        await engine.evict(4)
+        again = await serve(engine, PROMPT, items=[first])
+        assert {missed.cause for missed in again} == {"evicted"}
+        assert engine.statistics().missed_tokens_by_cause["other_items"] == 8
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("loads", "options", "wait_store", "missed"),
+    [
+        ("held", {}, 1.0, (0, 16, "late")),
+        ("held", {"prefill_tokens_per_second": 100.0}, math.inf, (0, 16, "late")),
+        ("slow", {"prefill_tokens_per_second": 100.0}, math.inf, (0, 16, "declined")),
+        ("wrong", {}, math.inf, (8, 8, "failed")),
+    ],
+)
+async def test_blocks_that_a_store_has_say_why_they_were_not_fetched(
+    loads: str, options: dict[str, Any], wait_store: float, missed: tuple[int, int, str]
+) -> None:
+    tokens, other = prompt(1, 4), prompt(2, 4)
+    store = await restarted(tokens, other)
+    async with StoreCache(store, miss_history_blocks=16, device_blocks=16, **options) as c:
+        if loads == "held":
+            store.hold("load")
+        elif loads == "wrong":
+            store.corrupt("load", block=2)
+        else:
+            store.delay("load", seconds=1.0)
+            measuring = asyncio.create_task(c.engine.prefetch(other))
+            await running_clock().advance(1.1)
+            await measuring
+        serving = asyncio.create_task(c.serve(tokens, wait_store=wait_store))
+        await running_clock().advance(10.0)
+        lease = await serving
+        assert [(m.first_token, m.num_tokens, m.store) for m in lease.missed] == [missed]
+        assert {m.cause for m in lease.missed} == {"in_store"}
+        lease.release()
+        assert c.engine.statistics().missed_tokens_by_cause["in_store"] == missed[1]
+        store.end_script()
+        await running_clock().advance(1.0)
 
 
 @pytest.mark.asyncio

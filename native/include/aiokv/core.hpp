@@ -170,6 +170,11 @@ class Core {
     // afterwards, and none while the lease is swapped.
     std::vector<BlockId> hit_blocks(LeaseId id);
     Usage usage(LeaseId id) const;
+    // Notes that stores have the first `blocks` blocks of a prompt, and why not all were fetched.
+    void note_left_in_store(LeaseId id, std::uint32_t blocks, StoreMiss why) {
+        leases_.at(id).stored_blocks = blocks;
+        leases_.at(id).left_in_store = why;
+    }
     // Of the last grant; see Misses::explain().
     const std::vector<MissedRun>& missed(LeaseId id) const { return leases_.at(id).missed; }
     // Returns the context of a run with kOtherContext; empty if it was closed.

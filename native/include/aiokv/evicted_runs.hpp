@@ -39,6 +39,8 @@ class EvictedRuns {
         RunId older = kNoRun;
         RunId newer = kNoRun;
         Eviction eviction;
+
+        bool contains(NodeId slot) const { return first <= slot && slot - first < length; }
     };
 
     // `limit`: most blocks in the history; 0 for none.
@@ -46,15 +48,15 @@ class EvictedRuns {
 
     std::uint32_t limit() const { return limit_; }
     std::uint32_t blocks() const { return blocks_; }
-    bool contains(NodeId slot) const { return slot < evicted_.size() && evicted_[slot]; }
     // Returns true if a run below the block was evicted, even if the run is forgotten.
     bool is_above(NodeId slot) const { return slot < above_.size() && above_[slot]; }
     bool is_below_root(NodeId root) const { return below_roots_.contains(root); }
     // Roots that no run is below any more, since the last call.
     std::vector<NodeId> take_bare_roots() { return std::exchange(bare_roots_, {}); }
 
-    // Reason of the evictions that follow.
-    Eviction& reason() { return reason_; }
+    // Sets the reason of the evictions that follow.
+    void begin_eviction(EvictionCause cause, std::uint64_t demand);
+    void set_from_host(bool from_host) { reason_.from_host = from_host; }
 
     const Run& operator[](RunId id) const { return runs_[id]; }
     RunId oldest() const { return oldest_; }
@@ -102,7 +104,6 @@ class EvictedRuns {
     RunId oldest_ = kNoRun;
     RunId newest_ = kNoRun;
     std::vector<RunId> buckets_;                             // their number is a power of two
-    std::vector<bool> evicted_;                              // by slot
     std::vector<bool> above_;                                // by slot
     std::unordered_map<NodeId, std::uint32_t> below_roots_;  // number of runs by root
     std::vector<NodeId> bare_roots_;
@@ -113,20 +114,30 @@ enum class MissCause : std::uint8_t {
     kNeverSeen,     // no known prefix continues here
     kDiverged,      // known prefixes continue with other tokens
     kEvicted,       // see `eviction`
-    kOtherContext,  // cached for another salt, adapter or item
+    kOtherContext,  // cached for another salt or adapter
+    kOtherItems,    // cached with other items, or behind such blocks
     kPending,       // another lease is computing them
+    kInStore,       // a store has them; see `left`
     kUnusable,      // cached, but a hit cannot have them
 };
-constexpr std::size_t kMissCauses = 6;
+constexpr std::size_t kMissCauses = 8;
+
+// Why blocks that a store has were not fetched.
+enum class StoreMiss : std::uint8_t {
+    kDeclined,  // expected to take longer than to compute them, or the host has no room
+    kLate,
+    kFailed,
+};
 
 struct MissedRun {
     std::uint32_t first = 0;  // block of the prompt
     std::uint32_t end = 0;
     MissCause cause = MissCause::kNeverSeen;
-    Eviction eviction = {};     // kEvicted
-    std::uint64_t owner = 0;    // kPending: LeaseId
-    NodeId other_root = kNone;  // kOtherContext; kNone: this context, with other items
-    NodeId known = kNone;       // kDiverged: the last known block, or the root
+    Eviction eviction = {};               // kEvicted
+    std::uint64_t owner = 0;              // kPending: LeaseId
+    StoreMiss left = StoreMiss::kFailed;  // kInStore
+    NodeId other_root = kNone;            // kOtherContext
+    NodeId known = kNone;                 // kDiverged: the last known block, or the root
 };
 
 // Tokens by cause.

@@ -107,6 +107,8 @@ struct Lease {
         classes;  // by stretch of the prompt; empty before a grant, and with lru
     std::uint32_t stretch_shift = 0;  // log2 of the blocks in a stretch
     std::vector<MissedRun> missed;    // of the last grant, in order; see Misses
+    std::uint32_t stored_blocks = 0;  // blocks of the prompt up to the last one left in a store
+    StoreMiss left_in_store = StoreMiss::kFailed;  // why it was not fetched
     std::vector<Digest> digests;      // with stores, while matched: of blocks from first_digest on
     std::vector<TransferId> onloads;  // unfinished onloads that write blocks of the table
     std::vector<BlockId> tail_host;   // while swapped: host ids of computed blocks behind the path

@@ -44,6 +44,9 @@ class Misses {
     template <class Visit>
     Place follow_history(Place place, const Lease& lease, std::size_t limit, Visit visit) const;
     MissedRun other_context(const Lease& lease, std::size_t first, std::size_t limit) const;
+    template <class Visit>
+    void for_some_behind(NodeId known, Visit visit) const;
+    bool has_other_items(const Lease& lease, Place place) const;
     bool is_known_end(const Lease& lease, Place place) const;
 
     const CoreConfig& config_;

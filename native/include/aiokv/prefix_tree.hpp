@@ -322,8 +322,10 @@ class PrefixTree {
     std::uint32_t live_nodes() const { return live_; }
     // Returns the first id that was never used: a scan of all nodes ends before it.
     NodeId end_id() const { return static_cast<NodeId>(nodes_.size()); }
+    // A slot that is free or evicted keeps the id of a run that does not have it.
     bool is_live(NodeId node) const {
-        return !free_slots_.is_free(static_cast<BlockId>(node)) && !evicted_.contains(node);
+        const RunId id = run_of_[node];
+        return id < runs_.size() && runs_[id].first <= node && node <= runs_[id].last();
     }
     std::size_t node_bytes() const {
         return nodes_.bytes() + run_of_.bytes() + runs_.bytes() + free_slots_.bytes() +
@@ -384,7 +386,7 @@ class PrefixTree {
     std::size_t stride_;
     Slab<Node> nodes_;  // the next two are also indexed by slot
     Slab<std::int32_t> tokens_;
-    Slab<RunId> run_of_;  // undefined for free slots
+    Slab<RunId> run_of_;  // see is_live()
     BlockPool free_slots_{0};
     Slab<Run> runs_;
     RunId free_run_ = kNoRun;

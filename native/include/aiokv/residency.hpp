@@ -250,7 +250,7 @@ class Residency {
     bool drop_unused(RunId id);
     void free_if_unowned(NodeId node, NodeId evicted_from = kNone);
     void begin_eviction(EvictionCause cause, LeaseId demand = 0) {
-        tree_.evicted().reason() = {0, demand, cause, false};
+        tree_.evicted().begin_eviction(cause, demand);
     }
     // Adds the uncounted blocks to the counts of one cause. Each public method that evicts or drops
     // blocks calls it last.

@@ -6,6 +6,10 @@
 
 namespace aiokv {
 
+void EvictedRuns::begin_eviction(EvictionCause cause, std::uint64_t demand) {
+    if (limit_ > 0) reason_ = {tick_nanoseconds(), demand, cause, false};
+}
+
 void EvictedRuns::link(RunId id) {
     RunId& head = buckets_[bucket(runs_[id].parent, runs_[id].tag)];
     runs_[id].next = std::exchange(head, id);
@@ -45,16 +49,12 @@ void EvictedRuns::add(NodeId first, std::uint32_t length, NodeId parent, bool is
     } else {
         free_ = runs_[id].next;
     }
-    reason_.at_ns = tick_nanoseconds();
     runs_[id] = Run{first, length, parent, tag, kNoRun, newest_, kNoRun, reason_};
     (newest_ == kNoRun ? oldest_ : runs_[newest_].newer) = id;
     newest_ = id;
     link(id);
     ++used_;
     blocks_ += length;
-    const std::size_t end = std::size_t{first} + length;
-    if (end > evicted_.size()) evicted_.resize(end * 5 / 4 + 64, false);
-    std::fill_n(evicted_.begin() + first, length, true);
     note_above(parent);
     if (is_root) ++below_roots_[parent];
 }
@@ -62,7 +62,6 @@ void EvictedRuns::add(NodeId first, std::uint32_t length, NodeId parent, bool is
 void EvictedRuns::take_front(RunId id, std::uint32_t count, std::uint32_t tag) {
     Run& run = runs_[id];
     unlink(id);
-    std::fill_n(evicted_.begin() + run.first, count, false);
     blocks_ -= count;
     leave_root(run.parent);
     if (count < run.length) {
@@ -94,7 +93,7 @@ void EvictedRuns::forget_children(NodeId first, std::uint32_t count) {
 
 std::size_t EvictedRuns::bytes() const {
     return runs_.capacity() * sizeof(Run) + buckets_.capacity() * sizeof(RunId) +
-           (evicted_.capacity() + above_.capacity()) / 8;
+           above_.capacity() / 8;
 }
 
 }  // namespace aiokv

@@ -257,9 +257,13 @@ void Index::check(Report& report) const {
     }
     tree_.check(report);
     std::size_t nodes_with_items = 0;
+    tree_.evicted().for_each([&](const EvictedRuns::Run& run) {
+        for (std::uint32_t i = 0; i < run.length; ++i) {
+            nodes_with_items += tree_[run.first + i].has(kHasItems);
+        }
+    });
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
-        nodes_with_items += tree_.evicted().contains(node) && n.has(kHasItems);
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         nodes_with_items += n.has(kHasItems);
         if (n.has(kDetached)) continue;

@@ -161,6 +161,7 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
     ++lease.generation;
     lease.classes.clear();
     lease.missed.clear();
+    lease.stored_blocks = 0;
     lease.prompt_tokens = static_cast<std::uint32_t>(tokens.size());
     lease.grown_blocks = 0;
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;

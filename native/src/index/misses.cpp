@@ -87,6 +87,9 @@ void Misses::explain(Lease& lease, std::size_t limit) {
         const Pending pending = promises_.find(place.node, lease, at, limit);
         note(at + pending.blocks, {.cause = MissCause::kPending, .owner = pending.owner});
     }
+    note(std::min<std::size_t>(lease.stored_blocks, limit),
+         {.cause = MissCause::kInStore, .left = lease.left_in_store});
+    lease.stored_blocks = 0;
     place =
         follow_history(place, lease, limit, [&](std::size_t, std::size_t end, const Eviction& e) {
             note(end, {.cause = MissCause::kEvicted, .eviction = e});
@@ -95,9 +98,38 @@ void Misses::explain(Lease& lease, std::size_t limit) {
         const MissedRun other = other_context(lease, at, limit);
         note(other.end, other);
     }
-    const bool diverges = place.block == at && is_known_end(lease, place);
-    note(limit,
-         {.cause = diverges ? MissCause::kDiverged : MissCause::kNeverSeen, .known = place.node});
+    MissedRun rest{.known = place.node};
+    if (place.block == at && at < limit) {
+        if (has_other_items(lease, place)) {
+            rest.cause = MissCause::kOtherItems;
+        } else if (is_known_end(lease, place)) {
+            rest.cause = MissCause::kDiverged;
+        }
+    }
+    note(limit, rest);
+}
+
+// Visits the first blocks of the known prefixes behind a block, in the tree and in the history.
+template <class Visit>
+void Misses::for_some_behind(NodeId known, Visit visit) const {
+    const PrefixTree& tree = index_.tree();
+    if (tree.is_live(known)) tree.for_some_children(known, kSiblings, visit);
+    tree.evicted().for_each([&](const EvictedRuns::Run& run) {
+        if (run.parent == known) visit(run.first);
+        if (run.contains(known) && run.contains(known + 1)) visit(known + 1);
+    });
+}
+
+// Returns true if the tokens of the block at this place are known with other items.
+bool Misses::has_other_items(const Lease& lease, Place place) const {
+    if (key_of(lease.item_keys, place.block) == kNoItems) return false;
+    const PrefixTree& tree = index_.tree();
+    const std::int32_t* prompt = tokens_of(lease, place.block);
+    bool found = false;
+    for_some_behind(place.node, [&](NodeId child) {
+        found = found || std::equal(prompt, prompt + config_.block_tokens, tree.tokens(child));
+    });
+    return found;
 }
 
 // Returns true if known prefixes continue behind this place. At the beginning of a prompt, one of
@@ -114,7 +146,9 @@ std::optional<Misses::Divergence> Misses::divergence(const Lease& lease,
     const PrefixTree& tree = index_.tree();
     const std::size_t block_tokens = config_.block_tokens;
     const NodeId known = run.known;
-    const bool is_kept = tree.is_live(known) || tree.evicted().contains(known);
+    bool is_kept = tree.is_live(known);
+    tree.evicted().for_each(
+        [&](const EvictedRuns::Run& evicted) { is_kept = is_kept || evicted.contains(known); });
     if (!is_kept ||
         (run.first > 0 && !std::equal(tree.tokens(known), tree.tokens(known) + block_tokens,
                                       tokens_of(lease, run.first - 1)))) {
@@ -130,12 +164,7 @@ std::optional<Misses::Divergence> Misses::divergence(const Lease& lease,
         longest = same;
         closest = child;
     };
-    if (tree.is_live(known)) tree.for_some_children(known, kSiblings, compare);
-    tree.evicted().for_each([&](const EvictedRuns::Run& evicted) {
-        if (evicted.parent == known) compare(evicted.first);
-        if (evicted.first <= known && known + 1 < evicted.first + evicted.length)
-            compare(known + 1);
-    });
+    for_some_behind(known, compare);
     if (closest == kNone || (run.first == 0 && longest == 0)) return std::nullopt;
     return Divergence{static_cast<std::uint32_t>(run.first * block_tokens + longest),
                       prompt[longest], tree.tokens(closest)[longest]};

@@ -106,7 +106,7 @@ void Residency::release_device_copy(NodeId node) {
     lose(node, kDeviceValid);
     tree_.count_device_child(node, -1);
     ++uncounted_.evicted_device;
-    tree_.evicted().reason().from_host = false;
+    tree_.evicted().set_from_host(false);
     if (!n.has(kHostValid)) return drop(node);
     host_copies_.remove(n.host);
     index_.change();
@@ -191,7 +191,7 @@ std::uint32_t Residency::evict_plain(std::uint32_t most) {
     for (std::uint32_t i = 0; events_.has_streams() && i < count; ++i) forget(last - i);
     device_nodes_ -= count;
     uncounted_.evicted_device += count;
-    tree_.evicted().reason().from_host = false;
+    tree_.evicted().set_from_host(false);
     trim(id, count);
     return count;
 }
@@ -235,7 +235,7 @@ std::uint32_t Residency::evict_some_device(std::uint32_t most, Unsaved unsaved) 
 std::uint32_t Residency::evict_some_host(std::uint32_t most) {
     const NodeId last = evictable_.host_front();
     if (last == kNone) return 0;
-    tree_.evicted().reason().from_host = true;
+    tree_.evicted().set_from_host(true);
     const std::uint32_t count = tree_.has_child(last) ? 0 : count_up(last, most, [](const Node& n) {
         return n.device == kNoBlock && n.pins == 0 && n.holds == 0 && !n.has(kHasSides);
     });

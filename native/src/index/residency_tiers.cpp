@@ -60,7 +60,7 @@ void Residency::forget_host() {
         uncounted_.evicted_host += is_on_host_alone(node);
     }
     begin_eviction(EvictionCause::kSleep);
-    tree_.evicted().reason().from_host = true;
+    tree_.evicted().set_from_host(true);
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (is_on_host_alone(node)) drop(node);  // including its subtree
     }

@@ -310,8 +310,18 @@ using MissTuple =
 
 const char* name_of(MissCause cause) {
     constexpr std::array<const char*, kMissCauses> names = {
-        "never_seen", "diverged", "evicted", "other_context", "pending", "unusable"};
+        "never_seen",  "diverged", "evicted",  "other_context",
+        "other_items", "pending",  "in_store", "unusable"};
     return names[static_cast<std::size_t>(cause)];
+}
+
+constexpr std::array<const char*, 3> kStoreMisses = {"declined", "late", "failed"};
+
+void note_left_in_store(Core& core, LeaseId id, std::uint32_t blocks, std::string_view why) {
+    const auto at = std::find(kStoreMisses.begin(), kStoreMisses.end(), why);
+    if (at == kStoreMisses.end())
+        throw std::invalid_argument("unknown reason: " + std::string(why));
+    core.note_left_in_store(id, blocks, static_cast<StoreMiss>(at - kStoreMisses.begin()));
 }
 
 std::vector<MissTuple> miss_tuples(const Core& core, LeaseId id) {
@@ -331,10 +341,13 @@ std::vector<MissTuple> miss_tuples(const Core& core, LeaseId id) {
                 divergence = nb::make_tuple(found->position, found->token, found->known_token);
             }
         }
-        tuples.push_back(
-            nb::make_tuple(run.first, run.end, name_of(run.cause), seconds,
-                           evicted ? name_of(run.eviction.cause) : "", run.eviction.from_host,
-                           evicted ? run.eviction.demand : run.owner, context, divergence));
+        const char* reason = evicted ? name_of(run.eviction.cause) : "";
+        if (run.cause == MissCause::kInStore) {
+            reason = kStoreMisses[static_cast<std::size_t>(run.left)];
+        }
+        tuples.push_back(nb::make_tuple(
+            run.first, run.end, name_of(run.cause), seconds, reason, run.eviction.from_host,
+            evicted ? run.eviction.demand : run.owner, context, divergence));
     }
     return tuples;
 }
@@ -729,10 +742,14 @@ void bind_core(nb::module_& m) {
             "cached_store_tokens",
             [](const Core& core, LeaseId id) { return core.usage(id).cached_store_tokens; },
             "lease"_a, "Of the cached tokens: those whose blocks a fetch brought for this lease.")
+        .def("note_left_in_store", &note_left_in_store, "lease"_a, "blocks"_a, "why"_a,
+             "Note that stores have the first blocks of a prompt, and why not all were fetched: "
+             "'declined', 'late' or 'failed'.")
         .def("missed", &miss_tuples, "lease"_a,
              "Causes of the missed blocks of the last grant: (first block, end, cause, seconds "
              "since "
-             "the eviction, its cause, whether the host had the last copy, lease that needed the "
+             "the eviction, its cause or why a store's blocks were not fetched, whether the host "
+             "had the last copy, lease that needed the "
              "room or computes the blocks, other context, (position, token, known token)).")
         .def("group_hit", &group_hit, "lease"_a, "group"_a,
              "(device_blocks, host_blocks) of the last grant in a group; group -1: state.")
