@@ -22,6 +22,7 @@ COMMANDS = (
     "config",
     "demo",
     "doctor",
+    "explain",
     "replay",
     "serve",
     "size",

@@ -172,3 +172,23 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="print the result as JSON on stdout, or write it to FILE",
     )
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """Add the trace of a command, for :func:`trace_path`, and the number of its requests."""
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="a file, possibly compressed with gzip; - for standard input; example for the trace "
+        "of the package",
+    )
+    parser.add_argument(
+        "--limit", type=at_least(1), metavar="N", help="read only the first N requests"
+    )
+
+
+def trace_path(trace: str) -> str:
+    """Return the path of a trace; a file ``example`` takes precedence over that of the package."""
+    from aiokv.trace.format import EXAMPLE
+
+    return str(EXAMPLE) if trace == "example" and not Path(trace).exists() else trace

@@ -12,9 +12,10 @@ from aiokv.cli.arguments import (
     add_choice,
     add_count,
     add_option,
-    at_least,
+    add_trace,
     from_arguments,
     positive_float,
+    trace_path,
 )
 from aiokv.cli.replay_rows import fleet_rows, rows, user_rows
 from aiokv.cli.rows import print_rows
@@ -42,7 +43,6 @@ R = TypeVar("R")
 
 DISK_ADMISSIONS: tuple[DiskAdmission, ...] = ("all", "reused")
 ROUTERS: tuple[RouterName, ...] = ("prefix", "round-robin")
-EXAMPLE = "example"  # in place of a path
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,15 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="replay a Mooncake trace and report the hits",
         description="Replay a trace in the public Mooncake format (one JSON object per line).",
     )
-    parser.add_argument(
-        "trace",
-        metavar="TRACE",
-        help="a file, possibly compressed with gzip; - for standard input; example for the trace "
-        "of the package",
-    )
-    parser.add_argument(
-        "--limit", type=at_least(1), metavar="N", help="replay only the first N requests"
-    )
+    add_trace(parser)
     _add_cache(parser.add_argument_group("cache"))
     add_arguments(parser.add_argument_group("sizes to compare"))
     _add_disk(parser.add_argument_group("simulated disk"))
@@ -91,8 +83,6 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
     add_count(group, "--host-blocks", 0, "capacity of the host tier in blocks; 0: none", minimum=0)
     text = "when to copy blocks to host memory; all: compare the three copying policies"
     add_choice(group, "--write-policy", (*SAVING_POLICIES, "none", "all"), text)
-    text = "evicted blocks to remember, to say why tokens were not hit; 0: do not say"
-    add_count(group, "--miss-history-blocks", 0, text, minimum=0)
     text = "which blocks to evict first; all: compare the policies with each other and with MIN"
     add_choice(
         group, "--eviction-policy", (*EVICTION_POLICIES, "all"), text, DEFAULT_EVICTION_POLICY
@@ -216,7 +206,7 @@ async def _replay_users(args: argparse.Namespace, stages: Stages) -> UsersReport
     from aiokv.trace.users import UserOptions, replay_users
 
     _refuse_comparisons(args, f"--users is {args.users}", "--users")
-    workload = load_workload(_trace_path(args.trace), args.limit)
+    workload = load_workload(trace_path(args.trace), args.limit)
     users = UserOptions(
         users=args.users,
         admission=ADMISSION_ORDERS if args.admission == "all" else (args.admission,),
@@ -254,7 +244,7 @@ async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport
     from aiokv.trace.replay import load_workload
 
     _refuse_comparisons(args, f"--engines is {args.engines}", "--engines")
-    workload = load_workload(_trace_path(args.trace), args.limit)
+    workload = load_workload(trace_path(args.trace), args.limit)
     routers = ROUTERS if args.router == "all" else (args.router,)
     fleet = from_arguments(FleetOptions, args, routers=routers)
     return await replay_fleet(workload, _make_options(args), fleet, stages)
@@ -284,7 +274,7 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
     sweep = sweep_of(args)
     if sweep is not None:
         check_sweep(options, sweep.host, sweep.disk)
-    workload = load_workload(_trace_path(args.trace), args.limit)
+    workload = load_workload(trace_path(args.trace), args.limit)
     if args.write_policy == "all":
         report, points = await compare_policies(workload, options, stages)
         report.write_policies = points
@@ -303,15 +293,6 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
             disk_blocks=sweep.disk,
         )
     return report
-
-
-def _trace_path(trace: str) -> str:
-    """Return the path of a trace; a file ``example`` takes precedence over that of the package."""
-    if trace != EXAMPLE or Path(trace).exists():
-        return trace
-    from aiokv.trace.format import EXAMPLE as path
-
-    return str(path)
 
 
 async def _replay_once(

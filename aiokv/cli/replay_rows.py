@@ -55,9 +55,6 @@ def rows(report: ReplayReport, *, verbose: bool) -> list[tuple[str, str]]:
     for tier, tokens in report.hit_tokens.items():
         share = tokens / report.prompt_tokens
         found.append((f"hit tokens, {tier}", f"{tokens:,} ({share:.2%})"))
-    for cause, tokens in (report.missed_tokens or {}).items():
-        share = tokens / report.prompt_tokens
-        found.append((f"missed tokens, {cause}", f"{tokens:,} ({share:.2%})"))
     found.append(("evicted device blocks", f"{report.evicted_blocks:,}"))
     if report.failed_onloads:
         found.append(("failed onloads", f"{report.failed_onloads:,}"))

@@ -78,28 +78,40 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[T
         limit: number of lines to read; None for all.
 
     Raises:
+        TraceError: see :func:`stream_trace`.
+    """
+    return sorted(stream_trace(path, limit), key=attrgetter("timestamp_ms"))
+
+
+def stream_trace(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[TraceRequest]:
+    """Yield the requests of a trace, or its first ``limit``, in the order of the file.
+
+    Args:
+        path: see :func:`read_trace`.
+        limit: number of lines to read; None for all.
+
+    Raises:
         TraceError: the file cannot be read, has no request, or one of the lines read is malformed.
     """
     try:
         if os.fspath(path) == STDIN:
-            requests = _read(path, sys.stdin.buffer, limit)
+            yield from _read(path, sys.stdin.buffer, limit)
         else:
             with Path(path).open("rb") as file:
-                requests = _read(path, file, limit)
+                yield from _read(path, file, limit)
     except OSError as error:  # also for a file that is not valid gzip
         raise TraceError(path, 0, error.strerror or str(error)) from error
     except zlib.error as error:
         raise TraceError(path, 0, f"the compressed data is damaged: {error}") from error
-    if not requests:
-        raise TraceError(path, 0, "the trace holds no request")
-    return requests
 
 
-def _read(path: str | os.PathLike[str], file: BinaryIO, limit: int | None) -> list[TraceRequest]:
+def _read(
+    path: str | os.PathLike[str], file: BinaryIO, limit: int | None
+) -> Iterator[TraceRequest]:
     source = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
     is_compressed = source.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
     lines = _unpacked(path, source) if is_compressed else source
-    return sorted(_decode_lines(path, lines, limit), key=attrgetter("timestamp_ms"))
+    return _decode_lines(path, lines, limit)
 
 
 def _unpacked(
@@ -142,6 +154,8 @@ def _decode_lines(
             )
         count += 1
         yield request
+    if not count:
+        raise TraceError(path, 0, "the trace holds no request")
 
 
 def expand_tokens(request: TraceRequest) -> NDArray[np.int32]:

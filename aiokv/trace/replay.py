@@ -69,8 +69,6 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
         execute: move real bytes on the cpu device and check them.
         execute_bytes: memory of both tiers together in bytes, with ``execute``.
         disk: simulated disk tier below the host tier; None for none.
-        miss_history_blocks: evicted blocks that the engine remembers, to report why tokens were
-            not hit; 0 for no report.
         latencies: time each operation in a second pass over the trace. Replays that are not plain
             always time the operations, in their only pass.
     """
@@ -87,7 +85,6 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     execute: bool = False
     execute_bytes: int = 256 << 20
     disk: DiskOptions | None = None
-    miss_history_blocks: int = 0
     latencies: bool = True
 
     @property
@@ -99,7 +96,6 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
             host_blocks=self.host_blocks,
             write_policy=self.write_policy,
             eviction_policy=self.eviction_policy,
-            miss_history_blocks=self.miss_history_blocks,
             strict=False,  # no model computes
         )
 
@@ -504,9 +500,6 @@ def _make_report(
         prompt_tokens=prompt_tokens,
         hit_tokens=hit_tokens,
         hit_rate=hit_tokens["total"] / prompt_tokens,
-        missed_tokens=(
-            run.statistics.missed_tokens_by_cause if options.miss_history_blocks else None
-        ),
         evicted_blocks=run.statistics.attention.device.evicted_blocks,
         failed_onloads=run.failed_onloads,
         index_seconds=run.cpu_seconds,

@@ -192,8 +192,6 @@ class ReplayReport(msgspec.Struct, kw_only=True):
         memory: memory of the engine.
         traffic: blocks that were copied between the tiers; blocks found on disk count as copied to
             host memory.
-        missed_tokens: prompt tokens of full blocks that were not hit, by the causes of
-            ``Lease.missed``; None without ``miss_history_blocks``.
         disk: the simulated disk tier, if there is one.
         execute: blocks written and verified, with ``execute``.
         capacities: results by capacity of the tiers, if several were replayed.
@@ -216,7 +214,6 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     latency_us: dict[str, Percentiles]
     memory: MemoryReport
     traffic: TrafficReport
-    missed_tokens: dict[str, int] | None = None
     disk: DiskReport | None = None
     execute: ExecuteReport | None = None
     capacities: list[CapacityPoint] | None = None
