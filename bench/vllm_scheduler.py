@@ -14,7 +14,8 @@ with the step that begins them.
 * ``request_us``: per request of 1,024 prompt tokens and 16 generated ones, of which 8 run at once.
   ``miss``: of new prompts; ``hit``: of prompts of which host memory has all blocks and vLLM none.
 * ``step_us.256``: per decode step of 256 requests, each of which completes a block every 16 steps.
-  ``AiokvConnector`` saves four blocks of a request together, so a round takes 64 steps.
+  ``AiokvConnector`` saves four blocks of a request together, in every eighth step, so a round takes
+  64 steps.
 * ``waiting_us``: per step with a prompt of 100,000 tokens that waits for device blocks, and half of
   which is in host memory; less the time of a step without this prompt.
 """

@@ -61,9 +61,11 @@ log = Log(__name__)
 # prompts.
 DECISION_SECONDS: Final = 0.002
 
-# Positions of a request that decodes are saved together, up to a multiple of this number: a save
-# costs the scheduler's thread about as much as the rest of a step.
+# A request that decodes saves its blocks when it has passed a multiple of SAVED_TOKENS, in the next
+# of every SAVED_STEPS steps. Otherwise, with many requests, each step would begin a save, which
+# costs the scheduler's thread more than the rest of the step.
 SAVED_TOKENS: Final = 64
+SAVED_STEPS: Final = 8
 
 # Longest time for which a request that vLLM has no room for keeps its match. Blocks that other
 # requests have saved since are found after this time, or as soon as vLLM has room.
@@ -110,6 +112,7 @@ class SchedulerHalf:
         self._block_tokens = groups.block_tokens
         # vLLM frees blocks of windows and states while the request runs.
         self._saved_tokens = max(groups.block_tokens, 0 if groups.sides else SAVED_TOKENS)
+        self._saved_steps = 1 if groups.sides else SAVED_STEPS
         self._layerwise = options.load == "layerwise"
         self._follows_resets = options.follow_resets
         self._wait_store = options.store_wait_seconds if options.stores else 0.0
@@ -498,6 +501,8 @@ class SchedulerHalf:
         """
         num_steps = -(-(cached.due - computed) // self._most_generated)
         cached.due_step = self._step + max(num_steps, 1)
+        if cached.due:  # decodes
+            cached.due_step += -cached.due_step % self._saved_steps
         self._due.setdefault(cached.due_step, []).append(cached)
 
     def _note_boundary_states(self, output: SchedulerOutput) -> None:

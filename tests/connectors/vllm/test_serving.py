@@ -893,19 +893,28 @@ def test_request_that_a_reset_has_preempted_is_left_at_the_next_step(
         assert server.outputs[name] == generate(prompt(ord(name), 41), 0, 8)
 
 
-def test_blocks_of_a_request_that_decodes_are_saved_together(
+def test_blocks_of_requests_that_decode_are_saved_together(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, commit, saved = make_server(), Lease.commit_blocks, []
+    server = make_server(num_blocks=64)
+    commit, close = Lease.commit_blocks, CacheEngine.step
+    saved: list[list[int]] = [[]]  # blocks of each request, by save
 
     def note(lease: Lease, block_ids: list[int], *args: Any, **options: Any) -> int:
-        saved.append(len(block_ids))
+        saved[-1].append(len(block_ids))
         return commit(lease, block_ids, *args, **options)
 
+    def end(engine: CacheEngine, *args: Any) -> Any:
+        saved.append([])
+        return close(engine, *args)
+
     monkeypatch.setattr(Lease, "commit_blocks", note)
+    monkeypatch.setattr(CacheEngine, "step", end)
     server.add("a", prompt(1, 10), 80)
+    server.add("b", prompt(2, 13), 80)
     server.run()
-    assert saved == [2, 14, 6]  # the prompt; up to position 64; up to position 89, the last one
+    # The prompts; in step 56, up to positions 65 and 68; at the end, all but the last position.
+    assert [sorted(blocks) for blocks in saved if blocks] == [[2, 3], [14, 14], [6, 6]]
 
 
 class BrokenDevice(FlakyDevice):
