@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.connectors.vllm.cache import Watched
 from aiokv.connectors.vllm.messages import Load
 from aiokv.errors import TransferError
 
@@ -154,6 +155,10 @@ class Loads:
         for cached, lease, answer in answers:
             if self._cache.succeeded([answer], f"load of request {cached.request_id}"):
                 begun[cached.request_id] = lease.layers
+                if self._groups.sides:
+                    # vLLM frees blocks of windows and states while the request runs, and bytes
+                    # arrive before the engine notes the end of their transfer.
+                    self._freed.add(self._targets(cached), 0, Watched(lease, answer))
             else:
                 self._saves.leave(cached)
         for cached, onload in loads:

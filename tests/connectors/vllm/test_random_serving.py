@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from contextlib import suppress
@@ -17,6 +18,7 @@ from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.retired import Ending, RetiredLeases
 from aiokv.connectors.vllm.sources import EngineTransfers
 from aiokv.sync import SyncEngine
+from aiokv.worker.plan_table import PlanTable
 from tests.connectors.vllm.configs import vllm_config
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYOUTS, SHARED_LAYOUTS
@@ -371,5 +373,28 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             assert walk.num_beside > 0
         if "slow, layerwise" in mode or "slow, auto" in mode:
             assert walk.num_in_step > 0
+    finally:
+        walk.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_load_while_the_engine_notes_the_ends_of_transfers_late(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = PlanTable.send_report
+
+    def send_late(table: PlanTable, entry: Any) -> None:
+        asyncio.get_running_loop().call_later(0.03, send, table, entry)
+
+    monkeypatch.setattr(PlanTable, "send_report", send_late)
+    # vLLM frees windows, and gives their blocks to other loads, while requests run.
+    walk = Walk(seed, MODES["windows only"], monkeypatch)
+    try:
+        for _ in range(STEPS):
+            walk.act()
+            walk.check()
+        walk.finish()
+        walk.check()
+        assert walk.server.num_loaded > 0
     finally:
         walk.close()
