@@ -303,8 +303,10 @@ def pins_of(core: Any) -> tuple[Pins, list[int]]:
             released.append(lease_id)
 
     releases: Any = Noted()
+    no_grants: Any = None
     errors = TransitionErrors(Owners(), StateGuard())
-    return Pins(core, Outbox(), errors, releases, lambda: NO_EFFECTS), released
+    pins = Pins(core, Outbox(), errors, releases, no_grants, no_grants, lambda: NO_EFFECTS)
+    return pins, released
 
 
 def test_grant_ends_the_pins_that_it_uses_and_queries_all_of_them_at_once():
