@@ -1,7 +1,5 @@
 #include "aiokv/lease_table.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <string>
 
@@ -39,18 +37,6 @@ constexpr std::array<unsigned, kLeaseStates> kNext = {
 // Number of released leases whose memory for prompt and table is kept for reuse.
 constexpr std::size_t kSpareLeases = 1024;
 constexpr std::size_t kSmallBytes = 256;
-constexpr std::size_t kPopulatedTokens = std::size_t{1} << 18;  // malloc maps so many separately
-
-// Allocates the pages of new memory in one call, which takes half the time of a fault per page.
-void populate([[maybe_unused]] std::vector<std::int32_t>& values) {
-#ifdef MADV_POPULATE_WRITE
-    constexpr std::uintptr_t kPageBytes = 4096;
-    const auto begin = reinterpret_cast<std::uintptr_t>(values.data());
-    const std::uintptr_t first = begin / kPageBytes * kPageBytes;
-    const std::size_t bytes = begin - first + values.capacity() * sizeof(std::int32_t);
-    (void)madvise(reinterpret_cast<void*>(first), bytes, MADV_POPULATE_WRITE);
-#endif
-}
 
 // Copies a prompt, which is in no cache as a rule: a part is fetched while the one before it is
 // copied.
@@ -58,10 +44,7 @@ void copy_prompt(std::span<const std::int32_t> prompt, std::vector<std::int32_t>
     constexpr std::size_t kPart = 512;
     constexpr std::size_t kLine = kLineBytes / sizeof(std::int32_t);
     to.clear();
-    if (prompt.size() > to.capacity()) {
-        to.reserve(prompt.size());
-        if (prompt.size() >= kPopulatedTokens) populate(to);
-    }
+    to.reserve(prompt.size());
     for (std::size_t at = 0; at < prompt.size(); at += kPart) {
         const std::size_t end = std::min(at + kPart, prompt.size());
         for (std::size_t i = end; i < std::min(end + kPart, prompt.size()); i += kLine) {
