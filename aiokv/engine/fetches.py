@@ -238,7 +238,8 @@ class Fetches:
             priority: priority of the fetches.
             comparison: decides which blocks are fetched; None to fetch all blocks that a store
                 has, at any speed.
-            newest: receives the fetches, and what they leave in the stores; None if nobody asks.
+            newest: is told of each fetch, and of the blocks that stay in the stores; None for no
+                record of them.
 
         Cancellation: begins no more fetches; those in flight go on.
         """

@@ -341,6 +341,14 @@ class Walk:
     def _tokens(self, most: int) -> list[int]:
         return [self.rng.randrange(VOCABULARY) for _ in range(self.rng.randint(1, most))]
 
+    def run(self) -> None:
+        """Let things happen, end all requests, and check the tokens after each step."""
+        for _ in range(STEPS):
+            self.act()
+            self.check()
+        self.finish()
+        self.check()
+
     def check(self) -> None:
         """Compare the generated tokens of all requests."""
         for name, tokens in self.server.outputs.items():
@@ -358,11 +366,7 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         # depend on it.
         walk.server.scheduler.defer_block_free = False
     try:
-        for _ in range(STEPS):
-            walk.act()
-            walk.check()
-        walk.finish()
-        walk.check()
+        walk.run()
         if "slow" not in mode:  # there, many loads fail or belong to aborted requests
             assert walk.server.num_loaded > 0, "nothing was loaded"
         if "layerwise, async scheduling" in mode:
@@ -390,11 +394,7 @@ def test_random_load_while_the_engine_notes_the_ends_of_transfers_late(
     # vLLM frees windows, and gives their blocks to other loads, while requests run.
     walk = Walk(seed, MODES["windows only"], monkeypatch)
     try:
-        for _ in range(STEPS):
-            walk.act()
-            walk.check()
-        walk.finish()
-        walk.check()
+        walk.run()
         assert walk.server.num_loaded > 0
     finally:
         walk.close()
