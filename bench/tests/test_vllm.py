@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 
 import pytest
 
+from aiokv.testing import clocked_loop, running_clock
 from aiokv.trace.format import TraceRequest
 from bench.vllm.__main__ import main
 from bench.vllm.cell import DOCUMENTS_TOKENS, long_documents
-from bench.vllm.from_trace import Sizes, build_workload
-from bench.vllm.load import run_arrivals, run_load
+from bench.vllm.from_trace import Sizes, agent_sessions, build_workload
+from bench.vllm.load import run_agents, run_arrivals, run_load
 from bench.vllm.model import block_bytes
 from bench.vllm.report import compare_outputs, print_tables
 from bench.vllm.servers import SERVERS, Settings, engine_options, environment
@@ -115,6 +116,46 @@ def test_unique_prompts_share_no_block():
     assert len(workload.unique) == 2
     assert len(set(blocks)) == len(blocks)
     assert not known & set(blocks)
+
+
+def test_turns_of_agents_share_as_large_a_part_of_their_prompts_as_in_the_trace():
+    requests = [
+        TraceRequest(
+            timestamp_ms=16_000 * turn,
+            input_tokens=512 * (80 + 8 * turn),
+            output_tokens=80 + 8_000 * (turn == 3),
+            hash_ids=list(range(80 + 8 * turn)),
+        )
+        for turn in range(9)
+    ]
+    [session] = agent_sessions([*requests, *_session(1_000, 3)])
+    assert [turn.prompt.num_tokens for turn in session] == [64 * (80 + 8 * n) for n in range(9)]
+    for turn, following in pairwise(session):
+        assert following.prompt.hash_ids[:-1] == turn.prompt.hash_ids
+        assert following.pause_seconds == pytest.approx(2, abs=0.1) or turn is session[3]
+    assert [turn.output_tokens for turn in session] == [10, 10, 10, 256, *[10] * 5]
+    saved = build_workload(_interleaved(), SIZES)
+    assert saved.agents == []
+
+
+def test_agents_send_a_turn_after_its_answer_and_count_after_the_warm_up():
+    engine = ScriptedEngine()
+
+    async def load(sessions, **options):
+        running = asyncio.create_task(run_agents(engine, sessions, **options))
+        await running_clock().advance(40)
+        return await running
+
+    with asyncio.Runner(loop_factory=clocked_loop()) as runner:
+        session = [([turn], 1.5, None) for turn in range(100)]
+        load_of_two = load([session] * 3, agents=2, warm_up_seconds=10, seconds=20)
+        result = runner.run(load_of_two)
+        assert [answer.token_ids[0] for answer in result.answers[::2]] == list(range(6, 19))
+        assert engine.order[:4] == [[0], [0], [1], [1]]
+        assert len(engine.order) == 2 * 19  # nothing is sent after the end
+        assert result.seconds == 20
+        with pytest.raises(RuntimeError, match="no session is left"):
+            runner.run(load([session[:1]], agents=1, warm_up_seconds=10, seconds=20))
 
 
 def test_documents_of_long_answers_share_no_block_and_fit_the_server():

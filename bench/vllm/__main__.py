@@ -38,25 +38,28 @@ from bench.vllm.cell import (
 from bench.vllm.model import block_bytes
 from bench.vllm.report import compare_outputs, print_tables
 from bench.vllm.servers import BLOCK_TOKENS, SERVERS, Settings
-from bench.vllm.workload import load_workload, save_workload
+from bench.vllm.workload import AGENT_OUTPUT_TOKENS, load_workload, save_workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bench.vllm.workload import Workload
+
 _STOP_SECONDS = 10.0
+_LONG_LOADS = ("long_answers", "documents", "agents")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if args.write_workload:
-        save_workload(_workload_from_trace(args.quick), args.write_workload)
+        save_workload(_workload_from_trace(args), args.write_workload)
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-vllm-", dir=args.scratch) as scratch:
         workload = args.workload
         if workload is None:
             workload = Path(scratch) / "workload.json"
-            save_workload(_workload_from_trace(args.quick), workload)
+            save_workload(_workload_from_trace(args), workload)
         results = _load_results(args.out / "results.json") if args.add else {}
         for kind in args.kinds:
             cells = [_cell(args, server, kind, workload, Path(scratch)) for server in args.servers]
@@ -94,12 +97,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--loads",
         nargs="+",
         choices=LOADS,
-        default=[load for load in LOADS if load not in ("long_answers", "documents")],
-        help="default: all but long_answers and documents, which are for --host-gib 56 and "
+        default=[load for load in LOADS if load not in _LONG_LOADS],
+        help=f"default: all but {', '.join(_LONG_LOADS)}, which are for --host-gib 56 and "
         "--device-blocks 12288",
     )
     parser.add_argument("--shape", default="8b", help="8b, or tiny to try the bench itself")
     parser.add_argument("--workload", type=Path, metavar="FILE", help="default: from the trace")
+    parser.add_argument(
+        "--agents-trace",
+        type=Path,
+        metavar="FILE",
+        help="trace of agents' sessions, for the load agents: as in the format of aiokv replay",
+    )
+    parser.add_argument("--agents", type=int, default=24, help="default: %(default)s")
     parser.add_argument("--write-workload", type=Path, metavar="FILE", help="write it and exit")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("vllm-bench"))
     parser.add_argument("--add", action="store_true", help="keep other servers' results in DIR")
@@ -152,10 +162,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _workload_from_trace(quick: bool):
+def _workload_from_trace(args: argparse.Namespace) -> Workload:
     from aiokv.trace.format import read_trace
     from bench.harness import find_trace
-    from bench.vllm.from_trace import Sizes, build_workload
+    from bench.vllm.from_trace import Sizes, agent_sessions, build_workload
 
     path = find_trace()
     if path is None:
@@ -169,7 +179,11 @@ def _workload_from_trace(quick: bool):
         equality_sessions=2,
         equality_max_tokens=1_536,
     )
-    return build_workload(read_trace(path), quick_sizes if quick else Sizes())
+    workload = build_workload(read_trace(path), quick_sizes if args.quick else Sizes())
+    if args.agents_trace is None:
+        return workload
+    agents = agent_sessions(read_trace(args.agents_trace))
+    return msgspec.structs.replace(workload, agents=agents)
 
 
 def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scratch: Path) -> Cell:
@@ -180,9 +194,11 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
         max_prompt_tokens = max(prompt.num_tokens for prompt in load_workload(workload).equality)
     graph_sizes = (1, 2, 4, 8)
     output_tokens = args.output_tokens
-    if not {"long_answers", "documents"}.isdisjoint(args.loads):
+    if not set(_LONG_LOADS).isdisjoint(args.loads):
         max_prompt_tokens = max(max_prompt_tokens, DOCUMENTS_TOKENS)
         output_tokens = max(output_tokens, LONG_ANSWER_TOKENS, *args.answer_tokens)
+        if "agents" in args.loads:
+            output_tokens = max(output_tokens, AGENT_OUTPUT_TOKENS)
         graph_sizes += (16,)
     host_gib = args.small_host_gib if kind == "small_host" else args.host_gib
     return Cell(
@@ -212,6 +228,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
         document_clients=tuple(args.document_clients),
         document_rates=tuple(args.document_rates),
         answer_tokens=tuple(args.answer_tokens),
+        agents=args.agents,
         limit=args.limit,
     )
 

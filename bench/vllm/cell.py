@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from bench.vllm.load import LoadResult, run_arrivals, run_load
+from bench.vllm.load import LoadResult, run_agents, run_arrivals, run_load
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.servers import BLOCK_TOKENS, Settings, engine_options, environment
 from bench.vllm.workload import HASH_BLOCK_TOKENS, Prompt, load_workload
@@ -33,7 +33,7 @@ _DAMAGE_EVERY = 32
 _RESET_TIMEOUT_SECONDS = 30.0
 _SAVE_SECONDS = 0.3  # for the saves of one prompt to end
 
-LOADS = ("multi_turn", "one_client", "no_hits", "host_hits", "long_answers", "documents")
+LOADS = ("multi_turn", "one_client", "no_hits", "host_hits", "long_answers", "documents", "agents")
 # Prompts of "host hits": a head that host memory has, and a tail that nothing has.
 _HEAD_HASH_BLOCKS = 28
 _NUM_HEADS = 8
@@ -50,6 +50,7 @@ _LONG_ANSWERS = {1: 1, 4: 2, 16: 4}  # questions per document by the number of c
 _QUESTION_TOKENS = (32, 511)
 DOCUMENT_REQUESTS = {1: 48, 4: 128, 16: 320, 32: 480}  # by the number of clients
 _ARRIVAL_SECONDS = 25.0  # of each rate
+_AGENTS_SECONDS = 20.0, 40.0  # warm-up and measurement of "agents"
 DOCUMENTS_TOKENS = _DOCUMENT_TOKENS[1] + _QUESTION_TOKENS[1]  # of the longest prompt
 
 
@@ -69,6 +70,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         document_clients: numbers of clients of "documents", of ``DOCUMENT_REQUESTS``.
         document_rates: requests per second of "documents" that arrive at random times.
         answer_tokens: lengths of the answers at each of these rates.
+        agents: sessions at a time of "agents".
         limit: prompts of each load to take; None: all.
     """
 
@@ -83,6 +85,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     document_clients: tuple[int, ...] = tuple(DOCUMENT_REQUESTS)
     document_rates: tuple[float, ...] = ()
     answer_tokens: tuple[int, ...] = (LONG_ANSWER_TOKENS,)
+    agents: int = 24
     limit: int | None = None
 
 
@@ -144,6 +147,8 @@ class _Bench:
             figures |= await self._long_answers()
         if "documents" in loads:
             figures |= await self._documents()
+        if "agents" in loads:
+            figures["agents"] = await self._agents()
         if "multi_turn" in loads:
             await self._load("opening", workload.opening)
             figures["multi_turn"] = await self._load("multi-turn", workload.turns)
@@ -235,6 +240,31 @@ class _Bench:
             figures[name] = await self._load(name, asked, arrivals=arrivals, output_tokens=tokens)
         return figures
 
+    async def _agents(self) -> dict[str, Any]:
+        """Serve sessions of agents, each of which waits for its answer and then for its tools."""
+        vocab = SHAPES[self._cell.shape]["vocab_size"]
+        warm_up, seconds = _AGENTS_SECONDS
+        sessions = (
+            [
+                (
+                    turn.prompt.token_ids(vocab),
+                    turn.pause_seconds,
+                    self._sampling(turn.output_tokens),
+                )
+                for turn in session
+            ]
+            for session in self._workload.agents
+        )
+        before = _external_hit_tokens()
+        result = await run_agents(
+            self._engine,
+            sessions,
+            agents=self._cell.agents,
+            warm_up_seconds=warm_up,
+            seconds=seconds,
+        )
+        return self._figures(f"agents, {self._cell.agents}", result, before)
+
     async def compare(self) -> dict[str, Any]:
         """Answer each prompt with its KV from different places, one prompt at a time.
 
@@ -310,6 +340,10 @@ class _Bench:
             result = await run_load(*load, clients=clients or self._cell.clients)
         else:
             result = await run_arrivals(*load, arrivals)
+        return self._figures(name, result, before)
+
+    def _figures(self, name: str, result: LoadResult, before: int) -> dict[str, Any]:
+        """Return the figures of a load; ``before``: external hit tokens at its start."""
         figures = result.summary()
         # vLLM counts the hits in its own cache again each time it asks a connector that is not
         # ready, so those are what is left.

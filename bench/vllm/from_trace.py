@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.vllm.workload import HASH_BLOCK_TOKENS, Prompt, Workload
+from aiokv.trace.users import UserOptions, sessions_of
+from bench.vllm.workload import (
+    AGENT_OUTPUT_TOKENS,
+    HASH_BLOCK_TOKENS,
+    AgentTurn,
+    Prompt,
+    Workload,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -15,6 +23,14 @@ if TYPE_CHECKING:
 
 # All requests of the trace begin with the same block; more shared blocks mean the same session.
 _COMMON_BLOCKS = 3
+
+# Sessions of agents: prompts, answers and pauses are an eighth of those of the trace, so that 24
+# sessions need about 200,000 tokens of KV.
+_AGENT_SCALE = 8
+_AGENT_SESSIONS = 160
+_AGENT_TURNS = 8, 24  # shorter sessions are left out, longer ones are cut
+_AGENT_MAX_TOKENS = 24_000  # of a prompt; the session ends before a longer one
+_AGENT_MAX_PAUSE_SECONDS = 32.0  # of the trace
 
 Session = list[Prompt]
 
@@ -58,6 +74,30 @@ def build_workload(requests: Sequence[TraceRequest], sizes: Sizes) -> Workload:
         working_set_tokens=HASH_BLOCK_TOKENS
         * len({block for session in chosen for turn in session for block in turn.hash_ids}),
     )
+
+
+def agent_sessions(requests: Sequence[TraceRequest]) -> list[list[AgentTurn]]:
+    """Take the first sessions that have enough turns; see the constants of this module."""
+    users = UserOptions(users=1, max_pause_seconds=_AGENT_MAX_PAUSE_SECONDS)
+    fewest, most = _AGENT_TURNS
+    chosen = []
+    for session in sessions_of(requests, users):
+        turns = [
+            AgentTurn(
+                # Every eighth block: prompts share as large a part of each other as in the trace.
+                Prompt(
+                    max(1, turn.request.input_tokens // _AGENT_SCALE),
+                    turn.request.hash_ids[::_AGENT_SCALE],
+                ),
+                turn.pause / _AGENT_SCALE,
+                min(max(1, turn.request.output_tokens // _AGENT_SCALE), AGENT_OUTPUT_TOKENS),
+            )
+            for turn in session[:most]
+        ]
+        fitting = list(takewhile(lambda turn: turn.prompt.num_tokens <= _AGENT_MAX_TOKENS, turns))
+        if len(fitting) >= fewest:
+            chosen.append(fitting)
+    return chosen[:_AGENT_SESSIONS]
 
 
 def _sessions(requests: Iterable[TraceRequest]) -> list[Session]:

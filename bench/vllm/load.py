@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
 _request_ids = itertools.count()
 
@@ -103,6 +103,53 @@ async def run_arrivals(
         tasks = [group.create_task(at(*one)) for one in zip(arrivals, prompts, strict=True)]
     seconds = time.perf_counter() - started
     return LoadResult(answers=[task.result() for task in tasks], seconds=seconds)
+
+
+async def run_agents(
+    engine: Engine,
+    sessions: Iterable[Sequence[tuple[list[int], float, Any]]],
+    *,
+    agents: int,
+    warm_up_seconds: float,
+    seconds: float,
+) -> LoadResult:
+    """Let ``agents`` agents take the next session each, and send its turns one after the other.
+
+    Args:
+        engine: to send them to.
+        sessions: of each turn the token ids, the pause before it in seconds, and its sampling.
+        agents: sessions at a time.
+        warm_up_seconds: time whose answers are not counted.
+        seconds: time of the measurement after it. Answers that end within it are counted; what is
+            running at its end is cancelled.
+
+    Raises:
+        RuntimeError: an agent had no session left before the end.
+    """
+    waiting = iter(sessions)
+    answers: list[Answer] = []
+
+    async def agent() -> None:
+        for turns in waiting:
+            for prompt, pause, sampling in turns:
+                await asyncio.sleep(pause)
+                answers.append(await ask(engine, {"prompt_token_ids": prompt}, sampling))
+
+    tasks = [asyncio.create_task(agent()) for _ in range(agents)]
+    try:
+        for phase_seconds in (warm_up_seconds, seconds):
+            answers.clear()
+            done, _ = await asyncio.wait(
+                tasks, timeout=phase_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+                raise RuntimeError(f"no session is left within the phase of {phase_seconds:g} s")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return LoadResult(answers=answers, seconds=seconds)
 
 
 async def run_load(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HASH_BLOCK_TOKENS = 512
+AGENT_OUTPUT_TOKENS = 256  # of the longest answer of an agent
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +37,14 @@ def _block(hash_id: int, vocab: int) -> np.ndarray:
     return np.random.default_rng(hash_id).integers(0, vocab, HASH_BLOCK_TOKENS, dtype=np.int32)
 
 
+class AgentTurn(msgspec.Struct, frozen=True, array_like=True):
+    """Turn of an agent's session: it is sent ``pause_seconds`` after the answer before it."""
+
+    prompt: Prompt
+    pause_seconds: float
+    output_tokens: int
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts of all loads.
 
@@ -46,6 +55,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         equality: turns of a few short sessions, for the comparison of outputs.
         max_prompt_tokens: length of the longest prompt.
         working_set_tokens: number of distinct tokens in ``opening`` and ``turns``.
+        agents: sessions of agents, each with its turns in order.
     """
 
     opening: list[Prompt]
@@ -54,6 +64,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     equality: list[Prompt]
     max_prompt_tokens: int
     working_set_tokens: int
+    agents: list[list[AgentTurn]] = []
 
 
 def save_workload(workload: Workload, path: Path) -> None:
