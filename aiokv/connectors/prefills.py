@@ -32,6 +32,8 @@ class PrefillClock:
             Their tokens and seconds; None if none of them computed many tokens.
         """
         last, self._ended = self._ended, time.monotonic()
+        if not self._began:
+            return None
         ended = [self._began.pop(number) for number in list(self._began) if number <= step]
         if not ended:
             return None

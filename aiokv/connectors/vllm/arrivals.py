@@ -50,11 +50,11 @@ class StepPace:
         """
         last, self._ended = self._ended, self._clock()
         begun = self._begun
-        ended = []
-        while begun and (number := next(iter(begun))) <= step:
-            ended.append(begun.pop(number)[0])
+        ended = [number for number in begun if number <= step]
         if len(ended) == 1:
-            self._recent.append(self._ended - max(ended[0], last))
+            self._recent.append(self._ended - max(begun[ended[0]][0], last))
+        for number in ended:
+            del begun[number]
         if prefill is not None:
             self._seconds_per_token = prefill[1] / prefill[0]
 
@@ -89,6 +89,7 @@ class Arrivals:
         steps_wait: as the argument.
         unreported: requests of which vLLM was told that their loads have ended, before their
             workers have reported it.
+        waits: requests that the step that is built computes, and for whose loads it has to wait.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Arrivals:
         self.steps_wait = steps_wait
         self._clock = clock
         self.unreported: set[str] = set()
-        self._waits: list[CachedRequest] = []  # told since the last step was built
+        self.waits: list[CachedRequest] = []
         self._ready_at = 0.0  # expected end of the loads that steps in flight wait for
 
     def suits_step(self, num_blocks: int, num_computing: int) -> bool:
@@ -123,7 +124,7 @@ class Arrivals:
         if cached.onload is not None:
             cached.onload.is_told = True
             self.unreported.add(cached.request_id)
-            self._waits.append(cached)
+            self.waits.append(cached)
 
     def add_to(
         self, reported: set[str] | None, loading: dict[str, CachedRequest], num_computing: int
@@ -157,7 +158,7 @@ class Arrivals:
                 ended.add(request_id)
                 num_computing += 1
                 if not has_arrived:
-                    self._waits.append(cached)
+                    self.waits.append(cached)
         return ended or None
 
     def _ends_in_time(self, cached: CachedRequest, num_computing: int) -> bool:
@@ -182,9 +183,7 @@ class Arrivals:
 
     def take_waits(self) -> list[CachedRequest]:
         """Return the requests for whose loads the step that is built has to wait."""
-        if not self._waits:
-            return []
-        waits, self._waits = self._waits, []
+        waits, self.waits = self.waits, []
         for cached in waits:
             if cached.onload is not None and cached.onload.layers is not None:
                 left = self._link.seconds_left(cached.onload.layers)

@@ -57,6 +57,10 @@ class HostCache:
         tensors: the tensors of a worker in this process, which waits for loads with the engine's
             own counters; None with ranks.
         events: collects KV events; None for none.
+
+    Attributes:
+        closes_steps_on_ranks: True if ranks close steps by their numbers, so that no number may be
+            left out.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class HostCache:
     ) -> None:
         self._engine = engine
         self._tensors = tensors
+        self.closes_steps_on_ranks = tensors is None
         self._events = events
         self._posted: Calls | None = None  # the last calls that nobody has waited for
         self._failure: BaseException | None = None
@@ -91,11 +96,6 @@ class HostCache:
     def num_errors(self) -> int:
         """Number of calls that have failed."""
         return self._num_errors
-
-    @property
-    def closes_steps_on_ranks(self) -> bool:
-        """True if ranks close steps by their numbers, so that no number may be left out."""
-        return self._tensors is None
 
     def take_event(self, step: int) -> Event | None:
         """Return the event after the work of a step of a worker in this process."""

@@ -103,6 +103,8 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             self._counts = EngineCounts()
         self._reported = self._reported_loads = -REPORT_SECONDS
+        self._has_new_report = True  # of a worker, or this half was not asked for a report since
+        self._was_asked = False  # for a report since the last step
         self._is_pausing = False  # the worker's step computes nothing
 
     @property
@@ -229,6 +231,9 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Save the blocks that a step has computed, and name the loads that have ended since."""
+        # vLLM 0.22 asks for a report only after one of a worker, and newer versions in each step.
+        self._has_new_report = not self._was_asked or bool(connector_output.kv_connector_stats)
+        self._was_asked = False
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self._half_of_scheduler.step_ended(outcome.step, connector_output.invalid_block_ids)
@@ -265,8 +270,15 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- statistics -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStatistics | None:
-        """Return the counts since the last report of this half; None if there are none."""
-        if self.role == KVConnectorRole.SCHEDULER:  # asked only after a report of a worker
+        """Return the counts since the last report of this half; None if there are none.
+
+        The scheduler half, which has to ask its engine, reports after each report of a worker.
+        """
+        if self.role == KVConnectorRole.SCHEDULER:
+            is_due = self._has_new_report or self._was_asked
+            self._was_asked = True
+            if not is_due:
+                return None
             counts = self._counts.report(
                 self._cache.cache_statistics(), errors=self._cache.num_errors
             )

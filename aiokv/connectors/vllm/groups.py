@@ -222,6 +222,9 @@ class BlockTables:
 
     def extend(self, groups: KVGroups, block_ids: Sequence[Sequence[int]]) -> None:
         """Append new blocks to all tables."""
+        if not groups.sides:
+            self.main += block_ids[0]
+            return
         self.main += groups.main_table(block_ids)
         for table, side in zip(self.sides, groups.sides, strict=True):
             table += block_ids[side.index]

@@ -37,7 +37,9 @@ class Loads:
         requests: the requests that wait for a load, or hold loaded blocks that no step has computed
             with, in the order of their loads.
         missing_blocks: blocks that the prompts of these requests need, beside those that they have.
-        deferred_blocks: blocks of the loads that have yet to begin.
+        deferred: the requests whose loads have yet to begin.
+        deferred_blocks: blocks of these loads.
+        messages: loads for the message of the next step.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class Loads:
         self.requests: dict[str, CachedRequest] = {}
         self.missing_blocks = 0
         self.deferred_blocks = 0
-        self._deferred: list[CachedRequest] = []
-        self._messages: list[Load] = []  # for the next step
+        self.deferred: list[CachedRequest] = []
+        self.messages: list[Load] = []
 
     def add(self, cached: CachedRequest, needed_blocks: int) -> None:
         """Note that a request waits for a load, with the blocks that it has.
@@ -84,27 +86,27 @@ class Loads:
 
     def defer(self, cached: CachedRequest) -> None:
         """Let the load of a request begin when nothing uses its blocks."""
-        self._deferred.append(cached)
+        self.deferred.append(cached)
         self.deferred_blocks += self._num_blocks(cached)
 
     def report(self, request_id: str) -> None:
         """Let the workers report the end of a load that has not begun: vLLM waits for it."""
-        self._messages.append(Load(request_id))
+        self.messages.append(Load(request_id))
 
     def take_messages(self) -> list[Load]:
         """Return the loads for the message of the next step."""
-        messages, self._messages = self._messages, []
+        messages, self.messages = self.messages, []
         return messages
 
     @property
     def has_step_loads(self) -> bool:
         """True if the next step waits for a load layer by layer."""
-        return any(load.in_step for load in self._messages)
+        return any(load.in_step for load in self.messages)
 
     def written_blocks(self) -> set[int]:
         """Return the blocks that loads of requests that wait, or of this step, write."""
-        loading = {block for load in self._messages for block in load.block_ids}
-        return loading.union(*(self._targets(cached) for cached in self._deferred))
+        loading = {block for load in self.messages for block in load.block_ids}
+        return loading.union(*(self._targets(cached) for cached in self.deferred))
 
     def wait_for_transfers(self, block_ids: Sequence[int]) -> None:
         """Block until no transfer of an earlier request uses blocks that a step or load writes."""
@@ -113,10 +115,8 @@ class Loads:
 
     def begin(self) -> None:
         """Begin the loads whose blocks are not in use, in one crossing."""
-        if not self._deferred:
-            return
         self._cache.wait_posted()  # so that released blocks without a transfer count as unused
-        deferred, self._deferred = self._deferred, []
+        deferred, self.deferred = self.deferred, []
         loads = []
         for cached in deferred:
             onload = cached.onload
@@ -127,10 +127,10 @@ class Loads:
             if cached.loads_in_step:
                 self._wait_until_unused(self._targets(cached), after_step)
             elif after_step > self._freed.ended_step or self._freed.are_used(self._targets(cached)):
-                self._deferred.append(cached)
+                self.deferred.append(cached)
                 continue
             loads.append((cached, onload))
-        self.deferred_blocks = sum(self._num_blocks(cached) for cached in self._deferred)
+        self.deferred_blocks = sum(self._num_blocks(cached) for cached in self.deferred)
         if loads:
             self._begin(loads)
 
@@ -178,7 +178,7 @@ class Loads:
                     "scheduled its step"
                 )
             ids = () if layers is None else layers.transfer_ids
-            self._messages.append(
+            self.messages.append(
                 Load(cached.request_id, ids, targets, onload.in_step, failed=layers is None)
             )
 

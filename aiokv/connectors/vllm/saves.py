@@ -10,7 +10,7 @@ from aiokv.connectors.vllm.groups import NO_BLOCK
 from aiokv.errors import AiokvError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from aiokv import Lease
     from aiokv.connectors.vllm.blocks import FreedBlocks
@@ -31,6 +31,9 @@ class Saves:
         freed: gets the blocks that transfers use after vLLM has freed them.
         retired: the retired leases.
         timeout: longest wait for transfers in seconds.
+
+    Attributes:
+        finishing: requests that have finished, and whose last blocks the next commit saves.
     """
 
     def __init__(
@@ -46,23 +49,13 @@ class Saves:
         self._freed = freed
         self._retired = retired
         self._timeout = timeout
-        # Requests of the step whose output is being processed.
-        self._finishing: list[CachedRequest] = []
+        self.finishing: list[CachedRequest] = []
         self._posted: _Commits | None = None  # the last commits, whose answers were not read yet
-
-    @property
-    def finishing(self) -> Sequence[CachedRequest]:
-        """Requests that have finished, and whose last blocks the next commit saves."""
-        return self._finishing
-
-    def finish(self, cached: CachedRequest) -> None:
-        """Let the next commit save the last blocks of a request, and release its lease."""
-        self._finishing.append(cached)
 
     def leave_finishing(self) -> None:
         """Release the leases of the requests whose last step vLLM has not reported."""
-        while self._finishing:
-            self.leave(self._finishing.pop())
+        while self.finishing:
+            self.leave(self.finishing.pop())
 
     def are_wanted(self, cached: CachedRequest) -> bool:
         """Return True if the blocks that a request computes are to be saved."""
@@ -199,7 +192,7 @@ class Saves:
 
     def _retire_finished(self, calls: Calls, ends: list[_End]) -> list[_Retiring]:
         """Retire the leases of the requests that have finished; add the others to ``ends``."""
-        finished, self._finishing = self._finishing, []
+        finished, self.finishing = self.finishing, []
         retires = self._cache.is_usable and self._retired.should_retire
         retired = []
         for cached in finished:

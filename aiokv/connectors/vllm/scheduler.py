@@ -380,7 +380,8 @@ class SchedulerHalf:
         self._drop_preempted(output.preempted_req_ids or ())
         if self._waiting:
             self._leave_unasked()
-        self._saves.leave_finishing()
+        if self._saves.finishing:
+            self._saves.leave_finishing()
         self._step += 1
         written = self._record(output)
         if self._groups.sides:
@@ -388,8 +389,10 @@ class SchedulerHalf:
         if written:
             self._retired.note_given(written)
             self._loads.wait_for_transfers(written)
-        self._loads.begin()
-        waits = self._arrivals.take_waits()
+        loads = self._loads
+        if loads.deferred:
+            loads.begin()
+        waits = self._arrivals.take_waits() if self._arrivals.waits else []
         if waits:
             self._waited[self._step] = [
                 cached.onload.layers
@@ -398,13 +401,13 @@ class SchedulerHalf:
             ]
         is_empty = not output.total_num_scheduled_tokens
         prompt_tokens = _prompt_tokens(output)
-        if prompt_tokens and not waits and not self._loads.has_step_loads:
+        if prompt_tokens and not waits and not loads.has_step_loads:
             self._prefills.begin(self._step, prompt_tokens)  # else the step waits for loads
         if not is_empty:
             self._pace.begin(self._step, prompt_tokens)
         message = StepMetadata(
             self._step,
-            self._loads.take_messages(),
+            loads.take_messages() if loads.messages else [],
             [cached.request_id for cached in waits] if waits else [],
             is_empty,
         )
@@ -428,7 +431,7 @@ class SchedulerHalf:
         It looks only at requests that get a block, are in prefill, or may complete a block: most
         requests of a step do none of these.
         """
-        size = self._block_tokens
+        size, sides = self._block_tokens, self._groups.sides
         written: list[int] = []
         ends: list[tuple[CachedRequest, int]] = []
         scheduled = output.num_scheduled_tokens
@@ -443,10 +446,10 @@ class SchedulerHalf:
                 written += self._groups.blocks_of(blocks, running.num_computed_tokens[i] // size)
                 self._begin_prefill(request_id, blocks)
             else:
-                written += self._groups.blocks_of(blocks, 0)
+                written += blocks[0] if not sides else self._groups.blocks_of(blocks, 0)
                 if (cached := self._requests.get(request_id)) is not None:
                     cached.tables.extend(self._groups, blocks)
-        if self._groups.sides:
+        if sides:
             for request_id in scheduled:
                 if (cached := self._requests.get(request_id)) is not None:
                     request = cached.request
@@ -526,7 +529,7 @@ class SchedulerHalf:
         if onload is not None and not onload.started:
             self._loads.report(cached.request_id)
         if request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
-            self._saves.finish(cached)  # step_ended() commits its last blocks
+            self._saves.finishing.append(cached)  # step_ended() commits its last blocks
         else:
             self._saves.leave(cached)
 

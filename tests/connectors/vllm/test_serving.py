@@ -25,6 +25,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from aiokv import CacheEngine, Lease
@@ -46,6 +47,7 @@ from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.requests import Parameters
 from aiokv.connectors.vllm.retired import RetiredLeases
+from aiokv.connectors.vllm.statistics import ConnectorStatistics
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.engine.leases import Leases
 from aiokv.errors import BrokenEngineError, ConfigError, TransferError
@@ -1395,6 +1397,22 @@ def test_reports_of_a_worker_have_an_interval(
     assert server.statistics.reduce()["loaded_blocks"] == before + 20  # before a pause: at once
     clock.now += 1.0
     assert worker_of.get_kv_connector_stats().data["loaded_blocks"] == 0
+
+
+def test_scheduler_half_reports_after_a_report_of_a_worker(make_server: MakeServer) -> None:
+    half = make_server().connector
+    reported = KVConnectorOutput(kv_connector_stats=ConnectorStatistics({"loaded_blocks": 0}))
+    half.get_kv_connector_stats()
+    for _ in range(2):  # vLLM asks in each step
+        half.update_connector_output(KVConnectorOutput())
+        assert half.get_kv_connector_stats() is None
+    half.update_connector_output(reported)
+    assert half.get_kv_connector_stats().data["usable"] == 1
+    for _ in range(2):  # vLLM 0.22 asks before it tells of the step, only after reports of workers
+        half.update_connector_output(KVConnectorOutput())
+    assert half.get_kv_connector_stats().data["usable"] == 1
+    half.update_connector_output(reported)
+    assert half.get_kv_connector_stats().data["usable"] == 1
 
 
 def test_reset_forgets_host_memory(make_server: MakeServer) -> None:
