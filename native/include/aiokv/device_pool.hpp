@@ -86,11 +86,15 @@ class DevicePool {
                 give_back(low);
                 continue;
             }
-            for (; i < count; ++i) {
-                const BlockId id = id_of(i);
-                if ((id + 1 != low && id != high + 1) || waits(id)) break;
-                (id < low ? low : high) = id;
+            // Ids that one lease has taken together follow one another, in either order.
+            const BlockId next = i < count ? id_of(i) : low;
+            const BlockId direction = next == low + 1 ? 1 : next + 1 == low ? -1 : 0;
+            BlockId id = low;
+            for (; direction != 0 && i < count && id_of(i) == id + direction; ++i) {
+                if (waits(id + direction)) break;
+                id += direction;
             }
+            (direction > 0 ? high : low) = id;
             pool_.give_back({low, static_cast<std::uint32_t>(high - low + 1)});
         }
     }

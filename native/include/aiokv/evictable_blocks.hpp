@@ -152,6 +152,7 @@ class EvictableBlocks final : private SplitListener {
     }
     void push(RunId run);
     void append(PreferredQueue& queue, RunId run);
+    void join_below(PreferredQueue& queue, RunId run);
     void set_level(RunId run, Level level);
     void fit_share(PreferredQueue& queue, std::uint32_t share);
     void note_place(const PreferredQueue& queue, RunId run);

@@ -108,6 +108,8 @@ class ExternalSaves {
     struct Block {
         State state = State::kFree;
         bool overwritten = false;
+        bool is_in_bucket = false;
+        SaveId next_in_bucket = kNone;
         Place above = 0;
         std::uint64_t epoch = 0;
         std::uint64_t token_hash = 0;
@@ -152,7 +154,10 @@ class ExternalSaves {
     void insert_chain(SaveId first, std::vector<SaveId>& next);
     void note_changed(Lease& lease);
     void announce_changed();
-    std::uint64_t hash_of(Place above, std::uint64_t token_hash) const;
+    std::size_t bucket_of(Place above, std::uint64_t token_hash) const;
+    void put_in_bucket(SaveId id);
+    void add_buckets();
+    void end_reads(const InFlight& save);
 
     const CoreConfig& config_;
     const DevicePool& device_;
@@ -169,8 +174,8 @@ class ExternalSaves {
 
     std::deque<Block> blocks_;
     std::vector<SaveId> free_;
-    std::unordered_multimap<std::uint64_t, SaveId> by_place_;
-    std::deque<SaveId> queue_;  // includes lost blocks until they are taken
+    std::vector<SaveId> buckets_;  // blocks by place and tokens; their number is a power of two
+    std::deque<SaveId> queue_;     // includes lost blocks until they are taken
     std::unordered_map<TransferId, InFlight> in_flight_;
     std::vector<BlockId> queued_ids_;
     std::set<LeaseId> postponed_;   // leases whose publish() stopped at a block being written

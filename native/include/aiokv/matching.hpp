@@ -21,7 +21,9 @@ class Matching {
 
     // Sets path, device_hit and host_hit to the longest cached prefix that leaves something to
     // compute.
-    void walk(Lease& lease) const;
+    void walk(Lease& lease) const { walk(lease, lease.tokens); }
+    // Does the same for a prompt of which the lease has no copy.
+    void walk(Lease& lease, Tokens prompt) const;
     // Calls walk() if the index has changed since the last walk.
     void refresh(Lease& lease) const {
         if (lease.version != index_.version()) walk(lease);
@@ -33,7 +35,9 @@ class Matching {
     static void shorten(Lease& lease, std::size_t blocks);
 
     // The end of the blocks that a hit may have.
-    std::size_t hit_limit(const Lease& lease) const;
+    std::size_t hit_limit(const Lease& lease) const {
+        return hit_limit(lease, lease.tokens.size());
+    }
 
     // The end of the cached blocks of a prompt, even if no hit may end there, and the end of the
     // blocks that a hit may have.
@@ -74,6 +78,7 @@ class Matching {
     std::vector<std::uint32_t> snapshot_points(const Lease& lease) const;
 
   private:
+    std::size_t hit_limit(const Lease& lease, std::size_t length) const;
     std::size_t boundary_before(std::size_t length) const;
     std::size_t resident_prefix(const Lease& lease) const;
 

@@ -44,7 +44,9 @@ struct Node {
     std::uint32_t pins : 3 = 0;    // transfers that read or write one of its copies; at most two
 
     bool has(std::uint16_t mask) const { return (flags & mask) != 0; }
-    bool is_new() const { return flags == 0 && uses == 0; }
+    // Returns true if no copy is on the host, and no transfer, save, swapped lease or other group
+    // needs the block.
+    bool is_plain() const { return host == kNoBlock && (pins | holds) == 0 && !has(kHasSides); }
     void set(std::uint16_t mask) { flags = (flags | mask) & 0x3fff; }
     void clear(std::uint16_t mask) { flags &= ~std::uint32_t{mask}; }
     void count_use() {

@@ -75,7 +75,7 @@ class PreferredQueue final : public TierQueue {
     void push_front(RunId run) override { enter(run).push_front(run); }
     void insert_before(RunId part, RunId run) override { queue_of(run).insert_before(part, run); }
     void insert_after(RunId part, RunId run) override { queue_of(run).insert_after(part, run); }
-    void remove(RunId run) override;
+    void remove(RunId run) override { has_parts() ? remove_from_part(run) : normal_.remove(run); }
     void clear() override;
     // Call when a queued run has got, or has lost, so many blocks.
     void grow(RunId run, std::uint32_t blocks);
@@ -123,7 +123,13 @@ class PreferredQueue final : public TierQueue {
         const Run& r = tree_.runs()[run];
         return is_normal(r) ? normal_ : const_cast<RankedQueue&>(parts_.at(key_of(r)));
     }
-    TierQueue& enter(RunId run);
+    // Chooses the part of a run: that of its salt's share, or that of its level.
+    TierQueue& enter(RunId run) {
+        const Run& r = tree_.runs()[run];
+        return r.share == 0 && r.level == kNormalLevel ? normal_ : enter_part(run);
+    }
+    TierQueue& enter_part(RunId run);
+    void remove_from_part(RunId run);
     TierQueue& part(Rank key) {
         return key == Levels::kNormal ? normal_
                                       : parts_.try_emplace(key, tree_, nullptr).first->second;

@@ -82,11 +82,11 @@ class Residency {
     std::map<std::string, std::uint32_t> retained_blocks();
 
     // -- the blocks of a lease
-    // The lease has computed the blocks of its path from `first` on, and gets refs on them. Calls
-    // taken(id, node) for each of them that had no device copy and has taken the lease's, which is
-    // a use of the block. Returns their number.
+    // The lease has computed the blocks of its path from `first` on, and gets refs on them. Those
+    // from `added` on are new in the tree. Calls taken(id, node) for each of them that had no
+    // device copy and has taken the lease's, which is a use of the block. Returns their number.
     template <class Taken>
-    std::uint32_t publish(const Lease& lease, std::size_t first, Taken taken);
+    std::uint32_t publish(const Lease& lease, std::size_t first, std::size_t added, Taken taken);
     // Call when the lease uses these blocks, of which `first` is the number of the first one and
     // which it has computed.
     void note_use(const Lease& lease, std::uint32_t first, std::span<const NodeId> nodes) {
@@ -297,11 +297,13 @@ class Residency {
 };
 
 template <class Taken>
-std::uint32_t Residency::publish(const Lease& lease, std::size_t first, Taken taken) {
+std::uint32_t Residency::publish(const Lease& lease, std::size_t first, std::size_t added,
+                                 Taken taken) {
     const auto nodes = std::span(lease.path).subspan(first);
     const BlockId* table = lease.table.data() + first;
-    // True if nothing follows from the first use of a block.
-    const bool is_silent = !events_.has_streams() && !config_.copies_after(1);
+    // True if nothing follows from the first use of a block, and new blocks have no flags.
+    const bool is_silent =
+        !events_.has_streams() && !config_.copies_after(1) && lease.item_keys.empty();
     std::uint32_t count = 0;
     tree_.for_each_run(nodes, [&](RunId id, std::span<const NodeId> part) {
         if (tree_.runs()[id].refs++ == 0) {
@@ -311,15 +313,16 @@ std::uint32_t Residency::publish(const Lease& lease, std::size_t first, Taken ta
         if (!tree_[part.front()].has(kDeviceResident)) tree_.count_device_child(part.front(), +1);
         bool all_valid = true;
         Node* next = &tree_[part.front()];  // the blocks of a run have consecutive slots
+        if (is_silent && part.data() >= lease.path.data() + added) {  // the common case
+            for (std::size_t i = 0; i < part.size(); ++i) {
+                *next++ = {.device = *table++, .flags = kDeviceValid, .uses = 1};
+            }
+            count += static_cast<std::uint32_t>(part.size());
+            tree_.runs()[id].set(kOnDevice);
+            return;
+        }
         for (std::size_t i = 0; i < part.size(); ++i, ++table) {
             Node& n = *next++;
-            if (is_silent && n.is_new()) {  // the common case, with one write
-                ++count;
-                n.device = *table;
-                n.flags = kDeviceValid;
-                n.uses = 1;
-                continue;
-            }
             all_valid = all_valid && !n.has(kDeviceLoading);
             if (n.has(kDeviceResident)) continue;
             ++count;

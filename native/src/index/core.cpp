@@ -138,9 +138,8 @@ Hit Core::would_hit(Tokens tokens, std::string_view context, std::span<const Ite
     if (!known) return {0, 0, 0};
     Lease probe;
     probe.context = *known;
-    probe.tokens.assign(tokens.begin(), tokens.end());
     index_.find_items(probe, items);
-    matching_.walk(probe);
+    matching_.walk(probe, tokens);
     return {0, probe.device_hit, probe.host_hit};
 }
 

@@ -36,22 +36,24 @@ void EvictableBlocks::on_split(RunId split, RunId made, bool made_is_above) {
 
 // Puts a run at the end of its part of a queue. If the run before it there is the continuation of
 // its blocks, both become one run.
-void EvictableBlocks::append(PreferredQueue& queue, RunId id) {
+inline void EvictableBlocks::append(PreferredQueue& queue, RunId id) {
     queue.push_back(id);
-    note_place(queue, id);
+    if (queue.has_parts()) note_place(queue, id);
     const Run& run = tree_.runs()[id];
     const std::uint32_t share = run.share;
-    // Most runs end at a fork, or at a leaf.
-    const RunId below = run.child == run.last() + 1 ? queue.before(id) : kNoRun;
-    if (below != kNoRun && tree_.continues(id, below)) {
-        const bool keeps_below = tree_.runs()[below].length >= run.length;
-        const RunId gone = keeps_below ? id : below;
-        const std::uint32_t blocks = tree_.runs()[gone].length;
-        queue.remove(gone);
-        tree_.join(id, below, keeps_below ? below : id);
-        queue.grow(keeps_below ? below : id, blocks);
-    }
+    if (run.child == run.last() + 1) join_below(queue, id);  // most end at a fork, or at a leaf
     if (share > 0) fit_share(queue, share);
+}
+
+void EvictableBlocks::join_below(PreferredQueue& queue, RunId id) {
+    const RunId below = queue.before(id);
+    if (below == kNoRun || !tree_.continues(id, below)) return;
+    const bool keeps_below = tree_.runs()[below].length >= tree_.runs()[id].length;
+    const RunId gone = keeps_below ? id : below;
+    const std::uint32_t blocks = tree_.runs()[gone].length;
+    queue.remove(gone);
+    tree_.join(id, below, keeps_below ? below : id);
+    queue.grow(keeps_below ? below : id, blocks);
 }
 
 // Lets the least recently used blocks that a salt has beyond its share compete with all others.
@@ -62,14 +64,14 @@ void EvictableBlocks::fit_share(PreferredQueue& queue, std::uint32_t share) {
         if (run.length > excess) id = tree_.split_before(run.last() - excess + 1);
         ahead_.remove(id);
         queue.end_reservation(id);
-        note_place(queue, id);
+        if (queue.has_parts()) note_place(queue, id);
     }
 }
 
-// Call when a run has entered a queue. What is evicted before the last block that was looked at is
-// to be looked at, too.
+// Call when a run has entered a queue with parts. What is evicted before the last block that was
+// looked at is to be looked at, too.
 void EvictableBlocks::note_place(const PreferredQueue& queue, RunId id) {
-    if (!queue.has_parts() || &queue != &device_ || !ahead_.is_begun()) return;
+    if (&queue != &device_ || !ahead_.is_begun()) return;
     if (queue.rank_of(id) < queue.rank_of(tree_.run_of(ahead_.last()))) ahead_.restart();
 }
 

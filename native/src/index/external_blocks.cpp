@@ -203,8 +203,8 @@ void ExternalBlocks::begin_onload(Lease& lease, std::size_t first) {
         transfer.device_blocks.push_back(device);
         transfer.host_blocks.push_back(index_.tree()[lease.path[i]].host);
         transfer.after_step = std::max(transfer.after_step, device_.after_step(device));
-        uses_.begin_write(device, onload.named_by);
     }
+    uses_.begin_write(transfer.device_blocks, onload.named_by);
     residency_.hold(transfer.nodes);
     const TransferId id = transfers_.begin_other();
     onloads_.emplace(id, std::move(onload));
@@ -253,7 +253,7 @@ ExternalEnd ExternalBlocks::complete(TransferId id, std::uint32_t good, bool can
     transfers_.end_other();
     const Transfer& transfer = onload.transfer;
     const auto blocks = static_cast<std::uint32_t>(transfer.nodes.size());
-    for (const BlockId device : transfer.device_blocks) uses_.end_write(device, onload.named_by);
+    uses_.end_write(transfer.device_blocks, onload.named_by);
     onloaded_ += good;
     ExternalEnd end;
     if (!transfer.leases.empty()) end.lease = transfer.leases.front();

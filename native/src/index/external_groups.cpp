@@ -117,13 +117,13 @@ void ExternalGroups::begin_onloads(Lease& lease, std::size_t first) {
             move.sources.push_back(source);
             move.targets.push_back(target);
             move.after_step = std::max(move.after_step, device_.after_step(target));
-            uses_.begin_write(target, lease.id());
         });
         table.pinned.clear();
         if (move.targets.empty()) continue;
+        uses_.begin_write(move.targets, lease.id());
         const TransferId id = transfers_.begin_move(std::move(move));
         const BlockId hit_end = lease.table[lease.cached_tokens / config_.block_tokens - 1];
-        uses_.begin_write(hit_end, lease.id());
+        uses_.begin_write({&hit_end, 1}, lease.id());
         in_flight_.emplace(id, InFlight{lease.id(), hit_end, {}});
         lease.onloads.push_back(id);
     }
@@ -196,7 +196,7 @@ std::uint32_t ExternalGroups::save(const Lease& lease, std::size_t block, SavePl
         saves_[index] = {State::kQueued, false, group, place, device, kNoBlock, lease.id()};
         by_place_.emplace(std::pair{group, place}, index);
         queues_[g].push_back(index);
-        uses_.begin_read(device, lease.id());
+        uses_.begin_read({&device, 1}, lease.id());
         ++queued;
     }
     return queued;
@@ -252,7 +252,7 @@ void ExternalGroups::lose_at(SaveIndex index) {
     Save& save = saves_[index];
     unlink(save);
     const State old = std::exchange(save.state, State::kLost);
-    if (old == State::kQueued) uses_.end_read(save.device, save.reader);
+    if (old == State::kQueued) uses_.end_read({&save.device, 1}, save.reader);
     if (old != State::kProven) return;
     at(save.group).host->pool().give_back(save.host, 0);
     free(index);
@@ -345,18 +345,18 @@ std::vector<LeaseId> ExternalGroups::finish_move(TransferId id, const Move& move
     const InFlight ended = std::move(in_flight_.extract(id).mapped());
     BlockGroup& group = at(move.group);
     if (move.route == MoveRoute::kFromHost) {
+        uses_.end_write(move.targets, ended.named_by);
         for (std::size_t i = 0; i < move.targets.size(); ++i) {
-            uses_.end_write(move.targets[i], ended.named_by);
             group.host->finish_read(move.sources[i], failed && i >= good);
         }
-        uses_.end_write(ended.hit_end, ended.named_by);
+        uses_.end_write({&ended.hit_end, 1}, ended.named_by);
         group.onloaded += good;
         return readers_of(std::span(move.targets).subspan(good), ended.hit_end);
     }
     for (std::size_t i = 0; i < ended.saves.size(); ++i) {
         const SaveIndex index = ended.saves[i];
         Save& save = saves_[index];
-        uses_.end_read(save.device, save.reader);
+        uses_.end_read({&save.device, 1}, save.reader);
         const bool has_arrived = i < good && !save.overwritten;
         if (save.state == State::kCopying) {
             save.state = State::kProven;

@@ -107,6 +107,7 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
         return saves && (!offered_ || block < lease.due_blocks);
     };
     const std::size_t first = lease.path.size();
+    const std::size_t known_ids = queued_ids_.size();
     if (lease.saving.empty()) join_indexed(lease, end);
     for (std::size_t block = first; has_groups && block < lease.path.size(); ++block) {
         if (is_due(block)) queued += groups_.save(lease, block, lease.path[block]);
@@ -131,6 +132,7 @@ std::uint32_t ExternalSaves::queue_blocks(Lease& lease) {
         lease.saving.push_back(id);
         if (has_groups && is_due(block)) queued += groups_.save(lease, block, kSaveBit | id);
     }
+    uses_.begin_read(std::span(queued_ids_).subspan(known_ids), lease.id());
     announce_changed();
     return queued;
 }
@@ -167,7 +169,7 @@ bool ExternalSaves::should_evict(const Lease& lease, std::size_t end) const {
 // Returns the number of blocks before the first one that an onload writes. Later blocks were
 // computed from bytes that may never arrive.
 std::size_t ExternalSaves::before_written(Lease& lease, std::size_t blocks) {
-    if (uses_.writes().empty() || lease.path.size() + lease.saving.size() >= blocks) return blocks;
+    if (!uses_.has_writes() || lease.path.size() + lease.saving.size() >= blocks) return blocks;
     if (groups_.exist() && groups_.awaits_onload(lease)) {
         postponed_.insert(lease.id());
         return 0;
@@ -244,19 +246,37 @@ void ExternalSaves::note_overwritten(BlockId device) {
 
 // -- blocks that are being saved -----------------------------------------------------------------
 
-std::uint64_t ExternalSaves::hash_of(Place above, std::uint64_t token_hash) const {
-    return mixed(token_hash, above);
+std::size_t ExternalSaves::bucket_of(Place above, std::uint64_t token_hash) const {
+    return mixed(token_hash, above) & (buckets_.size() - 1);
+}
+
+void ExternalSaves::put_in_bucket(SaveId id) {
+    Block& block = blocks_[id];
+    SaveId& head = buckets_[bucket_of(block.above, block.token_hash)];
+    block.next_in_bucket = std::exchange(head, id);
+    block.is_in_bucket = true;
+}
+
+// Doubles the number of buckets.
+void ExternalSaves::add_buckets() {
+    buckets_.assign(std::max<std::size_t>(2 * buckets_.size(), 256), kNone);
+    for (SaveId id = 0; id < blocks_.size(); ++id) {
+        if (blocks_[id].is_in_bucket) put_in_bucket(id);
+    }
 }
 
 SaveId ExternalSaves::find(Place above, std::uint64_t token_hash, Tokens tokens,
                            ItemKey items) const {
-    const auto [begin, end] = by_place_.equal_range(hash_of(above, token_hash));
-    const auto found = std::find_if(begin, end, [&](const auto& entry) {
-        const Block& block = blocks_[entry.second];
-        return block.above == above && block.items == items &&
-               std::equal(tokens.begin(), tokens.end(), block.tokens.begin());
-    });
-    return found == end ? kNone : found->second;
+    if (buckets_.empty()) return kNone;
+    for (SaveId id = buckets_[bucket_of(above, token_hash)]; id != kNone;) {
+        const Block& block = blocks_[id];
+        if (block.token_hash == token_hash && block.above == above && block.items == items &&
+            std::equal(tokens.begin(), tokens.end(), block.tokens.begin())) {
+            return id;
+        }
+        id = block.next_in_bucket;
+    }
+    return kNone;
 }
 
 SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above,
@@ -264,6 +284,7 @@ SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above,
     auto id = static_cast<SaveId>(blocks_.size());
     if (free_.empty()) {
         blocks_.emplace_back();
+        if (blocks_.size() > buckets_.size()) add_buckets();
     } else {
         id = free_.back();
         free_.pop_back();
@@ -284,7 +305,6 @@ SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above,
     block.reader = lease.id();
     if (block.items != kNoItems) index_.tree().item_keys().ref(block.items);
     link(id, above);
-    uses_.begin_read(block.device, block.reader);
     queue_.push_back(id);
     queued_ids_.push_back(block.device);
     return id;
@@ -295,7 +315,7 @@ SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above,
 void ExternalSaves::link(SaveId id, Place above) {
     Block& block = blocks_[id];
     block.above = above;
-    by_place_.emplace(hash_of(above, block.token_hash), id);
+    put_in_bucket(id);
     if ((above & kSaveBit) != 0) {
         blocks_[static_cast<SaveId>(above)].below.push_back(id);
         return;
@@ -309,10 +329,11 @@ void ExternalSaves::link(SaveId id, Place above) {
 }
 
 void ExternalSaves::unlink(SaveId id) {
-    const Block& block = blocks_[id];
-    const auto [begin, end] = by_place_.equal_range(hash_of(block.above, block.token_hash));
-    by_place_.erase(
-        std::find_if(begin, end, [id](const auto& entry) { return entry.second == id; }));
+    Block& block = blocks_[id];
+    SaveId* at = &buckets_[bucket_of(block.above, block.token_hash)];
+    while (*at != id) at = &blocks_[*at].next_in_bucket;
+    *at = block.next_in_bucket;
+    block.is_in_bucket = false;
 }
 
 // Ends the hold that link() has taken on a node.
@@ -350,7 +371,7 @@ void ExternalSaves::lose(SaveId top) {
         block.below.clear();
         groups_.lose(id);
         if (block.items != kNoItems) index_.tree().item_keys().unref(block.items);
-        if (block.state == State::kQueued) uses_.end_read(block.device, block.reader);
+        if (block.state == State::kQueued) uses_.end_read({&block.device, 1}, block.reader);
         const bool is_proven = block.state == State::kProven;
         if (is_proven) residency_.free_host({&block.host, 1});
         if (block.state == State::kQueued) block.device = kNoBlock;
@@ -517,13 +538,23 @@ void ExternalSaves::purge(const std::vector<bool>& contexts) {
     announce_changed();
 }
 
+// Ends the uses of the device ids, at once for blocks in a row that one lease has named.
+void ExternalSaves::end_reads(const InFlight& save) {
+    const std::span<const BlockId> ids = save.transfer.device_blocks;
+    for (std::size_t first = 0, end = 0; first < ids.size(); first = end) {
+        const LeaseId reader = blocks_[save.blocks[first]].reader;
+        while (end < ids.size() && blocks_[save.blocks[end]].reader == reader) ++end;
+        uses_.end_read(ids.subspan(first, end - first), reader);
+    }
+}
+
 void ExternalSaves::complete(TransferId id, std::uint32_t good) {
     const InFlight save = std::move(in_flight_.extract(id).mapped());
     transfers_.end_other();
+    end_reads(save);
     std::size_t copied = 0;
     for (std::size_t i = 0; i < save.blocks.size(); ++i) {
         Block& block = blocks_[save.blocks[i]];
-        uses_.end_read(save.transfer.device_blocks[i], block.reader);
         const bool has_arrived = i < good && !block.overwritten;
         copied += has_arrived;
         if (i == good && leases_.is_open(block.reader)) {
@@ -583,10 +614,10 @@ void ExternalSaves::check(Report& report) const {
         ++known;
         listed += block.leases.size();
         report.item_refs += block.items != kNoItems;
-        const auto [begin, end] = by_place_.equal_range(hash_of(block.above, block.token_hash));
-        report.require(
-            std::any_of(begin, end, [id = id](auto& entry) { return entry.second == id; }),
-            "I2: saved block ", id, " is not found behind the block above it");
+        SaveId found = buckets_[bucket_of(block.above, block.token_hash)];
+        while (found != kNone && found != id) found = blocks_[found].next_in_bucket;
+        report.require(found == id, "I2: saved block ", id,
+                       " is not found behind the block above it");
         if ((block.above & kSaveBit) != 0) {
             const Block& above = blocks_[static_cast<SaveId>(block.above)];
             report.require(std::count(above.below.begin(), above.below.end(), id) == 1,
@@ -603,8 +634,10 @@ void ExternalSaves::check(Report& report) const {
         report.require(block.state != State::kProven || tree[node].has(kDetached),
                        "I4: proven block ", id, " waits for no block");
     }
-    report.require(known == by_place_.size(), "I2: ", known, " blocks are being saved, ",
-                   by_place_.size(), " can be found");
+    const auto found = std::count_if(blocks_.begin(), blocks_.end(),
+                                     [](const Block& block) { return block.is_in_bucket; });
+    report.require(known == static_cast<std::size_t>(found), "I2: ", known,
+                   " blocks are being saved, ", found, " can be found");
     std::size_t named = 0;
     for (const Lease& lease : leases_) {
         named += lease.saving.size();

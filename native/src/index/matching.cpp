@@ -6,10 +6,9 @@
 
 namespace aiokv {
 
-std::size_t Matching::hit_limit(const Lease& lease) const {
+std::size_t Matching::hit_limit(const Lease& lease, std::size_t length) const {
     if (!lease.flags.reads) return 0;
-    return lease.flags.whole ? lease.tokens.size() / config_.block_tokens
-                             : boundary_before(lease.tokens.size());
+    return lease.flags.whole ? length / config_.block_tokens : boundary_before(length);
 }
 
 // Returns the last block boundary at which a prompt of `length` tokens may be hit.
@@ -27,12 +26,12 @@ std::size_t Matching::before_cut_item(const Lease& lease, std::size_t blocks) co
     return blocks;
 }
 
-void Matching::walk(Lease& lease) const {
+void Matching::walk(Lease& lease, Tokens prompt) const {
     const PrefixTree& tree = index_.tree();
-    const std::size_t limit = hit_limit(lease);
+    const std::size_t limit = hit_limit(lease, prompt.size());
     lease.path.clear();
-    const PrefixTree::FoundPath found = tree.find_path(index_.root_of(lease), lease.tokens.data(),
-                                                       lease.item_keys, limit, lease.path);
+    const PrefixTree::FoundPath found =
+        tree.find_path(index_.root_of(lease), prompt.data(), lease.item_keys, limit, lease.path);
     lease.known_blocks = static_cast<std::uint32_t>(found.blocks);
     lease.path.resize(reachable(lease, found.blocks));
     const bool is_whole = lease.path.size() == found.blocks;

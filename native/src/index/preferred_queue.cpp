@@ -86,8 +86,7 @@ RunId PreferredQueue::after(RunId run) const {
 
 // -- runs ------------------------------------------------------------------------------------
 
-// Chooses the part of a run: that of its salt's share, or that of its level.
-TierQueue& PreferredQueue::enter(RunId run) {
+TierQueue& PreferredQueue::enter_part(RunId run) {
     Run& r = tree_.runs()[run];
     if (r.share > 0 && r.level != kDemotedLevel) {
         r.set(kReserved);
@@ -96,7 +95,7 @@ TierQueue& PreferredQueue::enter(RunId run) {
     return part(key_of(r));
 }
 
-void PreferredQueue::remove(RunId run) {
+void PreferredQueue::remove_from_part(RunId run) {
     Run& r = tree_.runs()[run];
     const Rank key = key_of(r);
     queue_of(run).remove(run);

@@ -18,6 +18,13 @@ void append_nodes(NodeId first, std::size_t count, std::vector<NodeId>& path) {
     std::iota(path.end() - static_cast<std::ptrdiff_t>(count), path.end(), first);
 }
 
+// Returns the two halves of the product, one folded onto the other.
+std::uint64_t folded(std::uint64_t a, std::uint64_t b) {
+    __extension__ using Wide = unsigned __int128;
+    const Wide product = static_cast<Wide>(a) * b;
+    return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
+}
+
 }  // namespace
 
 void ChildSet::place(Slot slot) {
@@ -105,24 +112,23 @@ std::size_t PrefixTree::fork_bytes() const {
     return forks_.size() * kForks * sizeof(ChildSet) + free_forks_.capacity() * 4 + child_bytes_;
 }
 
-// Hashes two tokens at a time, into two sums that do not wait for one another.
+// Hashes four tokens per multiplication, into two sums that do not wait for one another.
 std::uint32_t PrefixTree::tag(const std::int32_t* tokens, ItemKey items) const {
+    constexpr std::uint64_t kFactor = 0xff51afd7ed558ccd;
     std::uint64_t even = 0x9e3779b97f4a7c15 ^ items;
     std::uint64_t odd = 0xc2b2ae3d27d4eb4f;
-    const auto mix = [](std::uint64_t& sum, const std::int32_t* from, std::size_t count) {
+    const auto word = [tokens](std::size_t at, std::size_t count) {
         std::uint64_t word = 0;
-        std::memcpy(&word, from, count * sizeof(std::int32_t));
-        sum = (sum ^ word) * 0xff51afd7ed558ccd;
-        sum ^= sum >> 29;
+        std::memcpy(&word, tokens + at, count * sizeof(std::int32_t));
+        return word;
     };
     std::size_t i = 0;
-    for (; i + 4 <= stride_; i += 4) {
-        mix(even, tokens + i, 2);
-        mix(odd, tokens + i + 2, 2);
+    for (; i + 8 <= stride_; i += 8) {
+        even = folded(even ^ word(i, 2), kFactor ^ word(i + 2, 2));
+        odd = folded(odd ^ word(i + 4, 2), kFactor ^ word(i + 6, 2));
     }
-    for (; i < stride_; ++i) mix(even, tokens + i, 1);
-    const std::uint64_t hash = (even ^ (odd >> 32 | odd << 32)) * 0x9e3779b97f4a7c15;
-    return static_cast<std::uint32_t>(hash ^ (hash >> 32));
+    for (; i < stride_; ++i) even = folded(even ^ word(i, 1), kFactor);
+    return static_cast<std::uint32_t>(folded(even ^ kFactor, odd ^ 0x9e3779b97f4a7c15));
 }
 
 // -- slots -----------------------------------------------------------------------------------
@@ -347,24 +353,23 @@ PrefixTree::FoundPath PrefixTree::find_path(NodeId above, const std::int32_t* to
     while (found.blocks < limit) {
         const Run& run = runs_[run_id];
         const std::int32_t* next = tokens + found.blocks * stride_;
-        NodeId first = above + 1;
-        std::size_t most = 1;
-        std::size_t equal = 1;
         if (above == run.last()) {
-            first = find_in(run.child, next, key_of(items, found.blocks));
-            if (first == kNone) break;
-            path.push_back(first);
-            run_id = run_of_[first];
-        } else {
-            most = std::min<std::size_t>(run.last() - above, limit - found.blocks);
-            equal = equal_blocks(first, next, keys_from(items, found.blocks), most);
-            append_nodes(first, equal, path);
+            above = find_in(run.child, next, key_of(items, found.blocks));
+            if (above == kNone) break;
+            path.push_back(above);
+            ++found.blocks;
+            found.on_device += nodes_[above].has(kDeviceValid);
+            run_id = run_of_[above];
+            continue;
         }
+        const auto most = std::min<std::size_t>(run.last() - above, limit - found.blocks);
+        const std::size_t equal =
+            equal_blocks(above + 1, next, keys_from(items, found.blocks), most);
+        append_nodes(above + 1, equal, path);
         found.blocks += equal;
-        found.on_device +=
-            count_on_device(runs_[run_id], std::span(path).last(equal), kDeviceValid);
+        found.on_device += count_on_device(run, std::span(path).last(equal), kDeviceValid);
         if (equal < most) break;
-        above = first + static_cast<NodeId>(equal) - 1;
+        above += static_cast<NodeId>(equal);
     }
     return found;
 }

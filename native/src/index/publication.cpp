@@ -124,15 +124,17 @@ std::uint32_t Publication::publish(Lease& lease) {
     }
     PrefixTree& tree = index_.tree();
     const std::size_t old = lease.path.size();
+    std::size_t added = old;
     if (old < target) {
         const NodeId above = old == 0 ? index_.root_of(lease) : lease.path.back();
-        tree.find_or_add_path(above, &lease.tokens[old * config_.block_tokens],
-                              keys_from(lease.item_keys, old), target - old, lease.path);
+        added += tree.find_or_add_path(above, &lease.tokens[old * config_.block_tokens],
+                                       keys_from(lease.item_keys, old), target - old, lease.path);
     }
     // The first proven copy is kept: if a block is indexed already, the lease's copy stays private,
     // unless the index has no copy on the device.
     const std::uint32_t published = residency_.publish(
-        lease, old, [this](NodeId id, const Node& node) { saver_.note_uses(id, node.uses); });
+        lease, old, added,
+        [this](NodeId id, const Node& node) { saver_.note_uses(id, node.uses); });
     if (!lease.recurrent.snapshots.empty()) state_.attach_snapshots(lease);
     if (!lease.windows.empty()) windows_.publish(lease, first);
     announce(lease);

@@ -152,8 +152,9 @@ void Residency::defer(NodeId front, bool stops_at_saves) {
 template <class Is>
 std::uint32_t Residency::count_up(NodeId last, std::uint32_t most, Is is) const {
     most = std::min(most, last - tree_.run(last).first + 1);
+    const Node* const deepest = &tree_[last];  // the blocks of a run have consecutive slots
     std::uint32_t count = 0;
-    while (count < most && is(tree_[last - count])) ++count;
+    while (count < most && is(*(deepest - count))) ++count;
     return count;
 }
 
@@ -182,9 +183,7 @@ std::uint32_t Residency::evict_plain(std::uint32_t most) {
     const Run& run = tree_.runs()[id];
     if (run.child != kNone || run.has(kMayBeAhead)) return 0;
     tree_.prefetch_tag(run.first);  // to be removed from the children of its parent
-    const std::uint32_t count = count_up(last, most, [](const Node& n) {
-        return n.pins == 0 && n.holds == 0 && !n.has(kHasSides) && n.host == kNoBlock;
-    });
+    const std::uint32_t count = count_up(last, most, [](const Node& n) { return n.is_plain(); });
     if (count == 0) return 0;
     const Node* const node = &tree_[last];
     device_.give_back_all(count, [node](std::uint32_t i) { return (node - i)->device; });
