@@ -464,6 +464,7 @@ class StoreGuard:
         blocks: NDArray[np.int32],
         accesses: Accesses | None = None,
         follows: NDArray[np.bool_] | None = None,
+        admitted_at: float | None = None,
     ) -> StoreResults:
         """Store the sealed object in host block ``blocks[i]``, which ``admit`` has admitted.
 
@@ -472,18 +473,20 @@ class StoreGuard:
             blocks: host blocks.
             accesses: as for ``load``.
             follows: see ``Store.save_chains``; None if no block follows another one.
+            admitted_at: time of the loop of the call of ``admit``; None for now.
 
         Cancellation: the store's save is cancelled; see ``accesses`` for its end. The write budget
         counts all blocks as written, as it does after the deadline.
         """
         if follows is None:
             follows = np.zeros(len(blocks), np.bool_)
-        began = _now()
+        if admitted_at is None:
+            admitted_at = _now()
         reply = await self._move(self._saving, keys, blocks, Priority.BACKUP, accesses, follows)
         is_stored = np.isin(reply.results, (Result.DONE, Result.PRESENT))
         self.costs.missing.note_stored(selected(keys, is_stored))
         if reply.overdue is None:
-            self.refund(int(np.count_nonzero(reply.results != Result.DONE)), began)
+            self.refund(int(np.count_nonzero(reply.results != Result.DONE)), admitted_at)
         return reply
 
     async def _move(

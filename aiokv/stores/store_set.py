@@ -239,7 +239,9 @@ class StoreSet:
         anywhere = found.any(axis=0)
         blocks = num_blocks if anywhere.all() else int(anywhere.argmin())
         next_key = keys[blocks * KEY_BYTES :][:KEY_BYTES]
-        is_lacking = bool(next_key) and not self._may_have(next_key)
+        # Those that are not read may have it, too.
+        may_have = any(guard.may_have_any(next_key) for guard in self._guards)
+        is_lacking = bool(next_key) and not may_have
         holders = found[:, :blocks]
         if blocks:
             self._lookups.remember(keys[: blocks * KEY_BYTES], holders)
@@ -455,20 +457,23 @@ class StoreSet:
             return Saved(results.tobytes())
         keys, blocks = derive_keys(self._fingerprint, plan.digests), plan.source_ids
         admitted = np.array([guard.admit(keys) for guard in self._guards], np.bool_)
+        admitted_at = asyncio.get_running_loop().time()
         is_refused = np.asarray(~admitted.all(axis=0))
         self._refused.skip(keys, admitted, self._limited)
         used = np.flatnonzero(admitted.any(axis=0))
-        began = asyncio.get_running_loop().time()
         try:
             await self._proof.seal(selected(keys, used), blocks[used], accesses)
         except BaseException:
             for guard, wanted in zip(self._guards, admitted, strict=True):
-                guard.refund(int(np.count_nonzero(wanted)), began)
+                guard.refund(int(np.count_nonzero(wanted)), admitted_at)
             raise
         follows = np.frombuffer(plan.follows or bytes(plan.num_blocks), np.bool_)
         saves = zip(self._guards, admitted, strict=True)
         replies = await _all_of(
-            [_save(guard, keys, blocks, follows, wanted, accesses) for guard, wanted in saves]
+            [
+                _save(guard, keys, blocks, follows, wanted, accesses, admitted_at)
+                for guard, wanted in saves
+            ]
         )
         for reply in replies:
             results[reply.results == Result.REFUSED] = np.minimum(
@@ -661,6 +666,7 @@ async def _save(
     follows: NDArray[np.bool_],
     admitted: NDArray[np.bool_],
     accesses: Accesses | None,
+    admitted_at: float,
 ) -> StoreResults:
     """Save the admitted blocks to a store; the others are ``REFUSED``."""
     results = np.full(len(blocks), Result.REFUSED, np.uint8)
@@ -668,7 +674,7 @@ async def _save(
         return StoreResults(results)
     follows = follows & np.concatenate(([False], admitted[:-1]))
     reply = await guard.save(
-        selected(keys, admitted), blocks[admitted], accesses, follows[admitted]
+        selected(keys, admitted), blocks[admitted], accesses, follows[admitted], admitted_at
     )
     results[admitted] = reply.results
     return StoreResults(results, reply.overdue)

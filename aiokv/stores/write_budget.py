@@ -88,7 +88,9 @@ class _Window:
         """Uncount bytes in the part of their admission, and in earlier ones if it has fewer."""
         if self._ends_at is None:
             return
-        num_newer = max(0, math.ceil((self._ends_at - admitted_at) / self._part_seconds) - 1)
+        # The tolerance is for the rounding of times: a part begins at the time of an admission.
+        num_parts = math.ceil((self._ends_at - admitted_at) / self._part_seconds - 1e-6)
+        num_newer = max(0, num_parts - 1)
         for part in range(len(self.parts) - 1 - num_newer, -1, -1):
             uncounted = min(num_bytes, self.parts[part])
             self.parts[part] -= uncounted

@@ -22,6 +22,7 @@ from aiokv.errors import ConfigError, StoreError
 from aiokv.layout.host_format import pitch_bytes
 from aiokv.stores import DiskStore, HostStore, stores_from
 from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.guard import Costs
 from aiokv.stores.host.below import Below
 from aiokv.stores.host.link import attach, inspect
 from aiokv.stores.host.messages import Load, Publish, Save
@@ -523,6 +524,22 @@ async def test_sigterm_saves_what_waits_and_removes_the_socket(
         assert not server.path.exists()
         server.start()
         await eventually(lambda: finds(store, keys))
+
+
+@pytest.mark.asyncio
+async def test_objects_that_leave_memory_before_their_save_below_cost_no_budget() -> None:
+    store, pools, threads = ScriptedStore(), SlotPools(8 * PITCH), StoreThreads("test", 1)
+    pool = pools.pool(9_984, PITCH)
+    part = store.for_group("9984")
+    use = StoreUse(part, write_bytes_per_day=4 * PITCH)
+    costs = Costs.new(use)
+    below = await Below(use, pool, pools, threads, 1.0, costs).opened()
+    below.save_soon(keys_of([1, 2]))  # no slot has them any more
+    await below.aclose()
+    assert costs.writes is not None
+    assert (costs.writes.left, part.calls["save"]) == (1.0, 0)
+    await threads.aclose()
+    pools.close()
 
 
 @pytest.mark.asyncio

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ import pytest
 from aiokv.errors import ConfigError
 from aiokv.stores import StoreUse, stores_from
 from aiokv.stores.base import Result
-from aiokv.stores.proof import derive_keys
+from aiokv.stores.proof import Proof, derive_keys
 from aiokv.stores.write_budget import WriteBudget
-from aiokv.testing import ScriptedStore
+from aiokv.testing import ScriptedStore, running_clock, spin
 from tests.stores.conformance import eventually
 from tests.unit.store_memory import Arena, digests
 from tests.unit.test_store_set import FINGERPRINT, Stores
@@ -24,9 +24,10 @@ from tests.unit.test_store_set import FINGERPRINT, Stores
 if TYPE_CHECKING:
     from pathlib import Path
 
-DAY = 86_400.0
+HOUR = 3_600.0
+DAY = 24 * HOUR
 PITCH_BYTES = Arena().memory.pitch_bytes
-DONE, REFUSED = int(Result.DONE), int(Result.REFUSED)
+DONE, REFUSED, FAILED = int(Result.DONE), int(Result.REFUSED), int(Result.FAILED)
 
 
 def keys_of(*numbers: int) -> bytes:
@@ -224,6 +225,40 @@ async def test_save_that_ends_before_its_write_costs_no_budget(monkeypatch: pyte
         await asyncio.wait({save})
         assert save.cancelled()
         assert s.set.statistics()[0].write_budget_left == 1.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+async def test_failed_save_is_refunded_to_the_time_of_its_admission(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    disk, clock, seal = ScriptedStore("disk"), running_clock(), Proof.seal
+    may_seal = asyncio.Event()
+
+    async def seal_late(*arguments: Any) -> None:
+        await may_seal.wait()
+        await seal(*arguments)
+
+    async with Stores(StoreUse(disk, write_bytes_per_day=4 * PITCH_BYTES)) as s:
+        with monkeypatch.context() as patch:
+            patch.setattr(Proof, "seal", seal_late)
+            late = asyncio.create_task(s.save(1, 2))
+            await spin(2)
+        await clock.advance(0.75 * HOUR)  # the next part of the day has begun
+        assert await s.save(3) == [DONE]
+        disk.fail("save", call=1)
+        may_seal.set()
+        assert await late == [FAILED] * 2
+        await clock.advance(23.8 * HOUR)  # what the first part has written counts no more
+        assert await s.save(4, 5, 6, 7) == [DONE] * 3 + [REFUSED]
+
+
+@pytest.mark.parametrize("now", [0.1 + i * 0.1 for i in range(20)])
+def test_a_refund_at_the_time_of_the_first_admission_is_whole(now: float):
+    budget = WriteBudget([(100, DAY)])
+    assert budget.admit(keys_of(1), 10, 65_000.0 + now).all()
+    budget.refund(10, 65_000.0 + now)
+    assert budget.left == 1.0
 
 
 def test_limits_come_from_a_url():

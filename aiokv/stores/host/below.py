@@ -185,9 +185,11 @@ class Below:
 
     async def _save(self, keys: bytes) -> None:
         admitted = self._guard.admit(keys)
+        admitted_at = asyncio.get_running_loop().time()
         for key in split_keys(selected(keys, ~admitted))[: _MAX_QUEUED - len(self._refused)]:
             self._refused[key] = None
         keys = selected(keys, admitted)
+        num_unsaved = len(keys) // KEY_BYTES
         slots = self._pool.table.pin(keys)
         keys, slots = selected(keys, slots >= 0), slots[slots >= 0]
         blocks = self._save_blocks[: len(slots)]
@@ -197,9 +199,13 @@ class Below:
 
         try:
             copied = (await self._threads.run(lambda _: copy())) == Result.DONE
+            num_unsaved -= int(copied.sum())
         finally:
             self._pool.unpin(slots)
-        results, overdue = await self._guard.save(selected(keys, copied), blocks[copied])
+            self._guard.refund(num_unsaved, admitted_at)
+        results, overdue = await self._guard.save(
+            selected(keys, copied), blocks[copied], admitted_at=admitted_at
+        )
         if overdue is not None:
             await asyncio.wait({overdue})  # until then, it reads the blocks
         self.saved_blocks += int((results == Result.DONE).sum())
