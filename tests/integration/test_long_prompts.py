@@ -22,9 +22,10 @@ def long_prompt(blocks: int) -> np.ndarray:
     return np.arange(blocks * BLOCK_TOKENS + 1, dtype=np.int32)
 
 
-def engine_for(blocks: int) -> CacheEngine:
+def engine_for(blocks: int, **options: int) -> CacheEngine:
     return CacheEngine(
         CacheConfig(
+            **options,
             device_blocks=blocks + 2,
             host_blocks=blocks + 2,
             block_tokens=BLOCK_TOKENS,
@@ -106,6 +107,18 @@ async def test_a_long_prefetch_brings_the_parts_that_have_room():
             await other.allocate(10 * BLOCK_TOKENS)
             fetched = await engine.prefetch(prompt)
         assert fetched.device_tokens == PASS_BLOCKS * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("evicted", [2, 3])
+async def test_a_long_prefetch_leaves_host_hits_that_are_too_short_for_an_onload(evicted: int):
+    blocks = PASS_BLOCKS + 10
+    prompt = long_prompt(blocks)
+    async with engine_for(blocks, min_onload_tokens=3 * BLOCK_TOKENS) as engine:
+        await save(engine, prompt)
+        await engine.evict(evicted)
+        fetched = await engine.prefetch(prompt)
+        on_device = blocks if evicted == 3 else blocks - evicted
+        assert fetched.device_tokens == on_device * BLOCK_TOKENS
 
 
 async def test_a_long_prefetch_that_is_cancelled_between_its_passes_leaves_no_lease():

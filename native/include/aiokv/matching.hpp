@@ -77,10 +77,12 @@ class Matching {
     // hit.
     std::vector<std::uint32_t> snapshot_points(const Lease& lease) const;
 
+    // Returns the number of leading blocks on the device, of which `first` are known to be there.
+    std::size_t resident_prefix(const Lease& lease, std::size_t first = 0) const;
+
   private:
     std::size_t hit_limit(const Lease& lease, std::size_t length) const;
     std::size_t boundary_before(std::size_t length) const;
-    std::size_t resident_prefix(const Lease& lease) const;
 
     const CoreConfig& config_;
     const Index& index_;

@@ -101,6 +101,11 @@ Grant Grants::prolong(Lease& lease, Tokens more) {
     index_.tree().find_path(lease.path.back(), more.data(), {}, more.size() / size, lease.path);
     // A worker may have been asked to cancel an onload of the blocks that the lease has already.
     lease.path.resize(std::max(old, matching_.joinable(lease)));
+    const std::size_t behind_resident = matching_.resident_prefix(lease, old);
+    // As in Matching::choose_path: what is already being loaded counts as part of the onload.
+    if (lease.host_hit + lease.path.size() - behind_resident < config_.min_onload_blocks) {
+        lease.path.resize(behind_resident);
+    }
     if (lease.path.size() == old) return Grant::kNone;
     const auto total = static_cast<std::uint32_t>(lease.path.size());
     residency_.serve(lease);

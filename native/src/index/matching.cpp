@@ -66,11 +66,12 @@ std::size_t Matching::joinable(const Lease& lease) const {
                                     lease.path.begin());
 }
 
-std::size_t Matching::resident_prefix(const Lease& lease) const {
+std::size_t Matching::resident_prefix(const Lease& lease, std::size_t first) const {
     const auto is_absent = [this](NodeId node) {
         return !index_.tree()[node].has(kDeviceResident);
     };
-    return static_cast<std::size_t>(std::find_if(lease.path.begin(), lease.path.end(), is_absent) -
+    const auto begin = lease.path.begin() + static_cast<std::ptrdiff_t>(first);
+    return static_cast<std::size_t>(std::find_if(begin, lease.path.end(), is_absent) -
                                     lease.path.begin());
 }
 
