@@ -266,7 +266,8 @@ class Source(asyncio.Protocol):
             if not end:
                 return
             self._buffer = b""
-            method, name, _ = head.split(b" ", 2)
+            method, target, _ = head.split(b" ", 2)
+            name = target.partition(b"?")[0]
             headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
             if method != b"PUT":
                 self._answer(method, self._objects.get(name), headers.get(b"range"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from aiokv.stores.base import KEY_BYTES, Result, Store, StoreMemory, split_keys
 from aiokv.stores.bundles import MAX_HEADER_BYTES, Bundle, BundleIndex, Cuts, PrefixWalk
 from aiokv.stores.labels import KINDS
 from aiokv.stores.options import url_options, url_text, without_query
+from aiokv.stores.signed_reads import SignedReads
 from aiokv.stores.threads import StoreThreads
 from aiokv.stores.waiting import all_ended
 
@@ -34,6 +37,7 @@ INLINE_BYTES: Final = 256 << 10  # larger objects are copied into blocks by thre
 _THREADS: Final = 8
 _CHUNK_BYTES: Final = 64 << 10
 _LOOKUP_KEYS: Final = 64  # requests of a lookup in flight
+_SIGNED_FOR: Final = timedelta(minutes=10)  # validity of a URL, for clocks that differ
 _KEY: Final = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 # Messages name the object, whose hexadecimal digits may look like a status.
 _NO_RANGE: Final = "status code: 416"
@@ -406,7 +410,7 @@ class S3Store(Store):
 
         Cancellation: takes effect when no request accesses a block.
         """
-        self._client = self._memory = None
+        self._memory = None
         for task in self._tasks:
             task.cancel()
         try:
@@ -414,6 +418,9 @@ class S3Store(Store):
                 await all_ended(self._tasks)
         finally:
             await self._threads.aclose()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
     def _opened(self) -> tuple[_Client, StoreMemory]:
         if self._client is None or self._memory is None:
@@ -481,6 +488,10 @@ class _Client:
         self.requests = 0
         self._creates = True
         self._api: Any = obstore
+        self._reads: SignedReads | None = None
+        is_direct = allow_http and not (getproxies() or "AWS_PROXY_URL" in os.environ)
+        if is_direct and urlsplit(url).scheme == "s3":
+            self._reads = SignedReads(self._signed, timeout.total_seconds())
         try:
             self._store: Any = from_url(
                 url,
@@ -498,6 +509,14 @@ class _Client:
             )
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise ConfigError(f"{url}: {_first_line(error)}") from error
+
+    def _signed(self, name: str) -> str:
+        return str(self._api.sign(self._store, "GET", name, _SIGNED_FOR))
+
+    def close(self) -> None:
+        """Close the connections that threads have kept, when none reads."""
+        if self._reads is not None:
+            self._reads.close()
 
     async def size(self, name: str) -> int:
         """Return the length of an object; -1 when there is none."""
@@ -539,8 +558,14 @@ class _Client:
         writer: ObjectWriter,
         unwanted: threading.Event,
     ) -> int:
-        """Read as ``read`` does, without the part in memory as a whole; blocks."""
+        """Read as ``read`` does, without the part in memory as a whole; blocks.
+
+        Raises:
+            StoreError: a response ended early.
+        """
         self.requests += 1
+        if self._reads and self._reads.read(name, part, num_bytes, writer, unwanted):
+            return num_bytes
         try:
             answer = self._api.get(self._store, name, options={"range": part})
         except FileNotFoundError:

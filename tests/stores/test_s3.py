@@ -331,6 +331,27 @@ async def test_a_prompt_is_saved_found_and_loaded_with_few_requests(
 
 @pytest.mark.asyncio
 @pytest.mark.loop("asyncio")
+@pytest.mark.parametrize("has_proxy", [False, True])
+async def test_large_parts_are_received_without_the_package_unless_there_is_a_proxy(
+    rig: S3Rig, monkeypatch: pytest.MonkeyPatch, has_proxy: bool
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(s3, "INLINE_BYTES", 0)
+    if has_proxy:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setattr("aiokv.stores.signed_reads.SignedReads.read", refuse)
+    else:
+        monkeypatch.setattr("obstore.get", refuse)
+    async with prompts(rig) as first:
+        assert await first.save(*PROMPT) == [DONE] * 100
+        assert await first.load(*PROMPT) == [DONE] * 100
+
+
+@pytest.mark.asyncio
+@pytest.mark.loop("asyncio")
 async def test_bundles_are_loaded_without_a_lookup(rig: S3Rig) -> None:
     async with prompts(rig) as first, prompts(rig) as second:
         await first.save(1, 2)
