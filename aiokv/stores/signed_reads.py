@@ -84,7 +84,7 @@ class SignedReads:
         try:
             is_whole = connection.receive(part[1] - part[0], writer, unwanted, deadline)
         except (OSError, http.client.HTTPException) as error:
-            raise StoreError(f"the response ended early: {error or type(error).__name__}") from error
+            raise StoreError(f"the response ended early: {error}") from error
         finally:
             if is_whole:
                 self._idle.append(connection)
