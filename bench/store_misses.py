@@ -1,11 +1,12 @@
 """Time that a request waits for a shared store that has no block of its prompt.
 
-Six engines take turns: one without a store, one with an empty disk store, one with the empty shared
-memory of ``aiokv store serve``, and three with a Redis server on this machine, which has 100,000
-blocks of other prompts.
+Seven engines take turns: one without a store, one with an empty disk store, one with the empty
+shared memory of ``aiokv store serve``, one of two ranks with this memory, and three with a Redis
+server on this machine, which has 100,000 blocks of other prompts.
 
 * ``disk``: the index of the store is in memory.
 * ``host``: the engine reads the filter of the service.
+* ``ranks``: the engine reads the filter that the first of its ranks has shared with it.
 * ``followed``: the engine follows the changes of the server, so it knows that the block is missing.
 * ``remembered``: it does not, but the server has answered for the same prompt before.
 * ``asked``: the engine asks the server for each prompt, as it did before it knew either.
@@ -19,6 +20,7 @@ and 32,768 tokens in blocks of 16 tokens.
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,7 @@ import numpy as np
 import uvloop
 
 from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.ranks import Rank, RankGroup
 from aiokv.stores import DiskStore, HostStore, StoreUse
 from aiokv.stores.redis import RedisStore
 from tests.stores.conformance import eventually
@@ -45,7 +48,9 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = (1_024, 32_768)
+NUM_BLOCKS = max(PROMPT_TOKENS) // BLOCK_TOKENS + 1
 STORED_KEYS = 100_000
+HEARTBEATS_SECONDS = 3.0
 
 
 class UnfollowedStore(RedisStore):
@@ -86,6 +91,13 @@ def _service(path: Path) -> Iterator[None]:
         service.wait()
 
 
+async def rank(path: Path, number: int) -> None:
+    """Entry of a rank's process."""
+    stores = [HostStore(os.environ["AIOKV_BENCH_HOST"])]
+    async with Rank(path, number, _regions(), stores=stores) as worker:
+        await worker.closed()
+
+
 async def _measure(url: str, folder: Path, rounds: int) -> dict[str, Any]:
     uses = {
         "no_store": None,
@@ -101,6 +113,12 @@ async def _measure(url: str, folder: Path, rounds: int) -> dict[str, Any]:
             for name, use in uses.items()
         }
 
+        os.environ["AIOKV_BENCH_HOST"] = str(folder / "host.sock")
+        group = RankGroup(2, entry="bench.store_misses:rank", has_stores=True)
+        engines["ranks"] = await stack.enter_async_context(CacheEngine(_config(), ranks=group))
+        await _wait(engines["ranks"], np.arange(PROMPT_TOKENS[0]))  # attaches to the service
+        await asyncio.sleep(HEARTBEATS_SECONDS)
+
         async def is_followed() -> bool:
             return engines["followed"].statistics().stores[0].filter_keys >= STORED_KEYS - 1_000
 
@@ -111,17 +129,23 @@ async def _measure(url: str, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _engine(stores: list[Any]) -> CacheEngine:
-    num_blocks = max(PROMPT_TOKENS) // BLOCK_TOKENS + 1
+    return CacheEngine(_config(), _regions(), stores=stores)
+
+
+def _regions() -> Regions:
     regions = Regions(num_layers=1)
-    regions.add("kv", layers=[np.zeros((num_blocks, BLOCK_TOKENS, 8), np.float32)])
-    config = CacheConfig(
+    regions.add("kv", layers=[np.zeros((NUM_BLOCKS, BLOCK_TOKENS, 8), np.float32)])
+    return regions
+
+
+def _config() -> CacheConfig:
+    return CacheConfig(
         block_tokens=BLOCK_TOKENS,
-        device_blocks=num_blocks,
-        host_blocks=num_blocks,
+        device_blocks=NUM_BLOCKS,
+        host_blocks=NUM_BLOCKS,
         model="bench",
         weights_version="1",
     )
-    return CacheEngine(config, regions, stores=stores)
 
 
 async def _compare(engines: dict[str, CacheEngine], length: int, rounds: int) -> dict[str, Any]:

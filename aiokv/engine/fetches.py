@@ -152,8 +152,12 @@ class Fetches:
         """Return True if the tiers lack something that a longer hit of the lease needs, and that a
         store may have."""
         if self._groups:
-            return bool(self._read.boundaries(lease_id).digests)
-        _, digest = self._read.missing(lease_id, 1)
+            boundaries = self._read.boundaries(lease_id)
+            if boundaries.cached > boundaries.hit:  # a store may have copies of other groups
+                return bool(boundaries.digests)
+            digest = boundaries.digests[:KEY_BYTES]
+        else:
+            _, digest = self._read.missing(lease_id, 1)
         if not digest or self._worker.stores.may_have(digest):
             return bool(digest)
         self._note_lacking(lease_id)

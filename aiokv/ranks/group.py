@@ -174,7 +174,10 @@ class RankGroup(Unique):
         self.steps = GroupSteps(self._membership.ranks, lambda: self._failure is not None)
         self._requests = RankRequests(self._membership)
         self._control = ControlRequests(self._membership, self._requests, self.timeouts)
-        self.stores = GroupLookups(self._requests, self.timeouts, lambda: self._has_answers)
+        first = self._membership.ranks[0]
+        self.stores = GroupLookups(
+            self._requests, self.timeouts, lambda: self._has_answers, lambda: first.filters
+        )
         self.plans = PlanTable(self._check_plan, lambda: self._transfers.num_layers)
         self._transfers = TransferBroadcast(
             self._membership, self.timeouts, clock, self.plans, lambda: self._failure
@@ -360,6 +363,7 @@ class RankGroup(Unique):
         """
         if self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
+            self._membership.ranks[0].filters = None  # of other keys
             self._transfers.flush()
             self._membership.send(ChangeWeights(version=version))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv._native import derive_keys, may_have_any
 from aiokv.base.groups import ATTENTION
 from aiokv.errors import ClosedError, RankLost, StoreError
 from aiokv.ranks.messages import Lookup, Purge
@@ -16,9 +17,12 @@ from aiokv.stores.store_set import NOTHING, Found, StoreAnswer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from aiokv.ranks.messages import Reply
     from aiokv.ranks.rank_state import RankTimeouts
     from aiokv.ranks.requests import RankRequests
+    from aiokv.stores.base import StoreFilters
 
 
 class GroupLookups:
@@ -28,18 +32,31 @@ class GroupLookups:
         requests: sends the lookups.
         timeouts: time limits.
         has_answers: returns True while all ranks answer lookups.
+        filters: returns what one of the ranks has sent last; each rank must have a block.
     """
 
     def __init__(
-        self, requests: RankRequests, timeouts: RankTimeouts, has_answers: Callable[[], bool]
+        self,
+        requests: RankRequests,
+        timeouts: RankTimeouts,
+        has_answers: Callable[[], bool],
+        filters: Callable[[], StoreFilters | None],
     ) -> None:
         self._requests = requests
         self._timeouts = timeouts
         self._has_answers = has_answers
+        self._filters = filters
+        self._mapped: _Mapped | None = None
 
     def may_have(self, digest: bytes) -> bool:
-        """Return True: only the ranks know what their stores lack."""
-        return True
+        """Return False if no store of the first rank has a block, as the filters of these stores
+        tell. They are those of the last heartbeat; what they have is current."""
+        if (filters := self._filters()) is None:
+            self._mapped = None
+            return True
+        if self._mapped is None or self._mapped.filters != filters:
+            self._mapped = _Mapped(filters)
+        return self._mapped.may_have(digest)
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask all ranks for the leading blocks that all of them have; see ``StoreLookups.lookup``.
@@ -96,6 +113,22 @@ class GroupLookups:
             )
             return _reduced(await request.decided(self._timeouts.lookup), num_seconds)
         return NOTHING
+
+
+class _Mapped:
+    """Filters of stores, mapped in this process."""
+
+    def __init__(self, filters: StoreFilters) -> None:
+        self.filters = filters
+        self._maps: list[NDArray[np.uint8]] | None = None
+        with suppress(OSError):  # of a rank that has closed its store, or in another container
+            self._maps = [one.map() for one in filters.filters]
+
+    def may_have(self, digest: bytes) -> bool:
+        if self._maps is None:
+            return True
+        key = derive_keys(self.filters.fingerprint, digest)
+        return any(may_have_any(counters, key) for counters in self._maps)
 
 
 def _reduced(replies: list[Reply], num_seconds: int) -> StoreAnswer:

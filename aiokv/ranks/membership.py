@@ -325,7 +325,7 @@ class Membership:
     def _disconnect(self, state: RankState, reason: str) -> None:
         took_part, state.ready = self._running and state.ready, False
         state.connection, state.absence_reason = None, reason
-        state.stores, state.peers, state.endpoints = [], [], []
+        state.stores, state.peers, state.endpoints, state.filters = [], [], [], None
         if took_part and not self.closing:
             if state.has_left:
                 reason = "its process has closed it"

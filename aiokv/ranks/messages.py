@@ -42,6 +42,7 @@ from aiokv.base.types import Tier  # noqa: TC001
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.layout.host_format import pitch_bytes
 from aiokv.peers.ticket import Endpoint  # noqa: TC001
+from aiokv.stores.base import StoreFilters  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.wire.connection import Connection
 from aiokv.wire.messages import Codec, Ping, Pong, encode
@@ -177,6 +178,7 @@ class RankCounts(_Message, frozen=True, tag="counts"):
         stores: statistics of each store of the rank, in the configured order.
         peers: its use of peers; empty without peers.
         unpinned_bytes: see ``Ready``.
+        filters: what tells which blocks its stores do not have; None without filters.
     """
 
     worker: WorkerStatistics
@@ -184,6 +186,7 @@ class RankCounts(_Message, frozen=True, tag="counts"):
     stores: list[GuardStatistics] = []
     peers: list[RankPeerStatistics] = []
     unpinned_bytes: int = 0
+    filters: StoreFilters | None = None
 
 
 class Broken(_Message, frozen=True, tag="broken"):

@@ -436,6 +436,7 @@ class Rank(Unique):
                     stores=state.stores,
                     peers=[msgspec.structs.replace(peers, rank=self.rank) for peers in state.peers],
                     unpinned_bytes=state.unpinned_bytes,
+                    filters=self._controller.stores.shared_filters(),
                 )
             )
         elif isinstance(message, Begin):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aiokv.base.statistics import GuardStatistics, RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
     from aiokv.ranks.messages import Layout, RankConnection, RankCounts
+    from aiokv.stores.base import StoreFilters
 
 MAX_RANKS: Final = 1024  # per group
 
@@ -94,6 +95,7 @@ class RankState:
         worker: statistics of its transfers, from the same answer.
         queue_seconds: time that its transfers have waited, by group and route, over all its
             processes so far.
+        filters: what tells which blocks its stores do not have, from the same answer.
         endpoints: where it listens for senders; empty while it is not ready.
         peer_layout: layout of its blocks, for peers; empty without peers.
         layer_ends: end of each range of layers in which it sends blocks; empty without ranges.
@@ -105,6 +107,7 @@ class RankState:
         "absence_reason",
         "connection",
         "endpoints",
+        "filters",
         "finished_step",
         "has_left",
         "heard_at",
@@ -139,6 +142,7 @@ class RankState:
         self.poller = IDLE_POLLER
         self.worker = IDLE_WORKER
         self.queue_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.filters: StoreFilters | None = None
         self.endpoints: list[Endpoint] = []
         self.peer_layout = b""
         self.layer_ends: list[int] = []
@@ -153,4 +157,4 @@ class RankState:
                 self.queue_seconds[group, name] += seconds - known if seconds >= known else seconds
         self.worker, self.poller = counts.worker, counts.poller
         self.stores, self.peers = counts.stores, counts.peers
-        self.unpinned_bytes = counts.unpinned_bytes
+        self.unpinned_bytes, self.filters = counts.unpinned_bytes, counts.filters

@@ -119,11 +119,47 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
         return self.view[begin : begin + self.object_bytes]
 
 
+class SharedFilter(msgspec.Struct, frozen=True):
+    """A filter of all keys of a store, in memory that processes of this user may map.
+
+    Attributes:
+        path: file of the memory.
+        offset: first byte of the filter there, a multiple of the page size.
+        num_bytes: length of the filter; see ``_native.may_have_any``.
+    """
+
+    path: str
+    offset: int
+    num_bytes: int
+
+    def map(self) -> NDArray[np.uint8]:
+        """Return the filter, mapped for reads.
+
+        Raises:
+            OSError: the memory has been freed, or this process must not read it.
+        """
+        with open(self.path, "rb") as file:
+            view = mmap.mmap(file.fileno(), self.num_bytes, prot=mmap.PROT_READ, offset=self.offset)
+        return np.frombuffer(view, np.uint8)
+
+
+class StoreFilters(msgspec.Struct, frozen=True):
+    """What tells that no store that is read has a block.
+
+    Attributes:
+        fingerprint: of the keys; see ``derive_keys``.
+        filters: one per store.
+    """
+
+    fingerprint: bytes
+    filters: list[SharedFilter]
+
+
 class Store(Protocol):
     """Blocks by key. Used on one event loop, by one guard. Subclasses inherit ``probe`` and
     ``quarantine``, which suit a store whose lookups reach its medium, ``for_group``, ``purge``,
-    ``may_have_any``, ``stored_keys``, which it replaces to support purges, ``follow_keys``, and the
-    limits of a lookup.
+    ``may_have_any``, ``shared_filter``, ``stored_keys``, which it replaces to support purges,
+    ``follow_keys``, and the limits of a lookup.
 
     Keys are ``bytes`` of ``N * KEY_BYTES``: N keys, one behind the other, distinct. Results are
     arrays with one entry per key. All operations between ``open`` and ``aclose`` run concurrently;
@@ -202,6 +238,11 @@ class Store(Protocol):
         """Return False if the store is known to have none of the keys; must neither do I/O nor
         raise. The default returns True."""
         return True
+
+    def shared_filter(self) -> SharedFilter | None:
+        """Return where other processes may read which keys the store has; None while it has no
+        such memory. Must not do I/O. The default returns None."""
+        return None
 
     async def lookup_prefix(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each of consecutive blocks of a prompt whether the store has it, ``[N]`` bool.

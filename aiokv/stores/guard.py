@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.stores.accesses import Accesses
-    from aiokv.stores.base import Store, StoreMemory
+    from aiokv.stores.base import SharedFilter, Store, StoreMemory
     from aiokv.stores.breaker import State
     from aiokv.stores.cost import StoreBatch
     from aiokv.stores.proof import Proof
@@ -404,6 +404,10 @@ class StoreGuard:
                     log.warning("store.may_have_failed", url=self._url, reason=_text(error))
                 return True
         return self.costs.missing.may_have_any(keys, _now())
+
+    def shared_filter(self) -> SharedFilter | None:
+        """Return the filter of the store; None without one."""
+        return self._store.shared_filter() if self.is_open else None
 
     def note_spared_lookup(self) -> None:
         """Count a lookup that was not made, because ``may_have_any`` was False."""

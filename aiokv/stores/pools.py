@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import TransferPlan
     from aiokv.base.statistics import GuardStatistics
     from aiokv.stores.accesses import Accesses
-    from aiokv.stores.base import StoreMemory
+    from aiokv.stores.base import StoreFilters, StoreMemory
     from aiokv.stores.store_set import Fetched, Found, Saved, StoreAnswer
     from aiokv.stores.use import StoreUse
 
@@ -103,6 +103,10 @@ class StorePools:
     def may_have(self, digest: bytes) -> bool:
         """Return False if no store has a block; see ``StoreSet.may_have``."""
         return self._sets[ATTENTION].may_have(digest)
+
+    def shared_filters(self) -> StoreFilters | None:
+        """Return the filters of the blocks; see ``StoreSet.shared_filters``."""
+        return self._sets[ATTENTION].shared_filters()
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have; see ``StoreSet.lookup``."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from aiokv.stores.base import KEY_BYTES, Result, selected, split_keys
+from aiokv.stores.base import KEY_BYTES, Result, StoreFilters, selected, split_keys
 from aiokv.stores.guard import Costs, StoreGuard, StoreResults
 from aiokv.stores.proof import Proof, derive_keys
 from aiokv.stores.search import KeySearch, PrefixSearch
@@ -215,6 +215,12 @@ class StoreSet:
 
     def _may_have(self, key: bytes) -> bool:
         return any(guard.use.read and guard.may_have_any(key) for guard in self._guards)
+
+    def shared_filters(self) -> StoreFilters | None:
+        """Return the filters of all stores that are read; None if one of them has none."""
+        found = [guard.shared_filter() for guard in self._guards if guard.use.read]
+        filters = [one for one in found if one is not None]
+        return StoreFilters(self._fingerprint, filters) if len(filters) == len(found) else None
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have, and how long fetching them takes.

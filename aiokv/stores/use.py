@@ -15,6 +15,7 @@ _METHODS: Final = (
     "open",
     "lookup",
     "may_have_any",
+    "shared_filter",
     "lookup_prefix",
     "load",
     "save",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aiokv.base.groups import Retention
     from aiokv.base.plan import GroupRoute
     from aiokv.base.statistics import GuardStatistics
+    from aiokv.stores.base import StoreFilters
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
     from aiokv.worker.checksums import Checksums
@@ -82,6 +83,10 @@ class WorkerStores:
     def may_have(self, digest: bytes) -> bool:
         """Return False if no store has a block; see :meth:`StoreSet.may_have`."""
         return not self._answers or self._stores.may_have(digest)
+
+    def shared_filters(self) -> StoreFilters | None:
+        """Return what tells which blocks no store has; see :meth:`StoreSet.shared_filters`."""
+        return self._stores.shared_filters() if self.exist and self._answers else None
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores for blocks; see :meth:`StoreSet.lookup`."""

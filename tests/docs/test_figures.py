@@ -422,7 +422,7 @@ def test_hits_with_a_write_budget(load, trace, row, name):
 @pytest.mark.parametrize("tokens", [1_024, 32_768])
 def test_prompts_that_no_store_has(tokens):
     measured = results("store_misses")["benches"]["store_misses"][f"{tokens}_tokens"]
-    names = ("no_store", "disk", "followed", "remembered", "host", "asked")
+    names = ("no_store", "disk", "followed", "remembered", "host", "ranks", "asked")
     assert cells_of(MEASURED, f"a new one of {tokens:,} tokens")[1:] == [
         f"{measured[name]['wait_us']:,.0f} µs" for name in names
     ]

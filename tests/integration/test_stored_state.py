@@ -126,6 +126,14 @@ async def test_snapshot_without_its_blocks_is_not_fetched():
         assert store.parts["state"].calls["load"] == 0
 
 
+async def test_prompt_that_the_store_is_known_to_lack_is_not_looked_up(monkeypatch):
+    async with hybrid(store := await filled(PROMPT)) as model:
+        monkeypatch.setattr(store, "may_have_any", lambda keys: keys[:32] in store.objects)
+        assert await from_stores(model, [20, *PROMPT]) == 0
+        assert store.calls["lookup"] == 0
+        assert await from_stores(model, PROMPT) == 6
+
+
 async def test_store_without_pools_costs_no_request():
     class BlocksOnly(ScriptedStore):
         def for_group(self, group: str) -> None:  # type: ignore[override]

@@ -24,6 +24,7 @@ from aiokv.ranks.messages import (
     encode,
 )
 from aiokv.ranks.reduce import GroupTransfer
+from aiokv.stores.base import SharedFilter, StoreFilters
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.proof import derive_keys
@@ -86,6 +87,36 @@ async def test_purge_that_fails_on_one_rank_names_it_and_purges_the_others(tmp_p
         assert [len(store.objects) for store in stores] == [0, 4]
         stores[1].end_script()
         assert await r.engine.purge("") == 4
+
+
+async def test_prompt_that_the_first_rank_is_known_to_lack_asks_no_rank(tmp_path):
+    stores = await filled(tmp_path)
+    memory = tmp_path / "counters"
+    memory.write_bytes(bytes(4096))  # of a store without keys
+    lookups = 0
+
+    async def heartbeat(r: Ranked, *, is_shared: bool) -> None:
+        shared = SharedFilter(str(memory), 0, 4096) if is_shared else None
+        stores[0].shared_filter = lambda: shared
+        (first, *_) = r.group._membership.ranks
+        first.filters = unanswered = StoreFilters(b"", [])
+        r.pass_time(1.0)
+        await run_until_idle(lambda: first.filters is not unanswered)
+
+    async with ranked(tmp_path, stores) as r:
+        for number, is_shared in enumerate((False, True, False, True)):
+            await heartbeat(r, is_shared=is_shared)
+            await r.serve([number, *A], wait_store=math.inf)
+            lookups += not is_shared
+            assert stores[0].calls["lookup"] == lookups
+        async with r.engine.updating_weights(version="2"):  # the filter is that of other keys
+            pass
+        await r.serve([9, *A], wait_store=math.inf)
+        assert stores[0].calls["lookup"] == lookups + 1
+        memory.unlink()
+        await heartbeat(r, is_shared=True)  # cannot be mapped
+        await r.serve([10, *A], wait_store=math.inf)
+        assert stores[0].calls["lookup"] == lookups + 2
 
 
 async def test_block_that_one_rank_lacks_is_missing_on_all(tmp_path):

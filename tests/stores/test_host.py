@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from aiokv import cli
+from aiokv._native import may_have_any
 from aiokv.errors import ConfigError, StoreError
 from aiokv.layout.host_format import pitch_bytes
 from aiokv.stores import DiskStore, HostStore, stores_from
@@ -363,6 +364,11 @@ async def test_keys_that_the_service_lacks_are_known_without_a_lookup(server: Ho
         assert not s.may_have_any(keys_of(range(20, 60)))
         await first.remove(keys_of([3]))
         assert not s.may_have_any(keys_of([3]))
+        shared = s.shared_filter()
+        assert shared is not None
+        counters = shared.map()  # as another process does
+        found = [may_have_any(counters, keys_of([number])) for number in range(60)]
+        assert found == [number < 20 and number != 3 for number in range(60)]
 
         server.kill()
 
@@ -370,6 +376,7 @@ async def test_keys_that_the_service_lacks_are_known_without_a_lookup(server: Ho
             return s.may_have_any(keys_of([3]))
 
         await eventually(has_noticed_the_end)
+        assert s.shared_filter() is None
         server.start()
         await eventually(lambda: is_answered(s))
         assert not s.may_have_any(keys_of(range(20))), "the memory of the new service is empty"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import weakref
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from aiokv import _native
 from aiokv.errors import StoreError
+from aiokv.stores.base import SharedFilter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +36,7 @@ class SharedMemory:
 
     Attributes:
         counters: the filter; see ``_native.SlotTable.publish``.
+        shared_filter: where other processes map it.
 
     Raises:
         StoreError: the memory is shorter, is not sealed, or cannot be mapped.
@@ -57,6 +60,10 @@ class SharedMemory:
             raise StoreError(f"{size} bytes of shared memory cannot be mapped: {error}") from error
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.counters = self._bytes[num_slots * pitch_bytes :]
+        kept = os.dup(descriptor)
+        weakref.finalize(self, os.close, kept)
+        path = f"/proc/{os.getpid()}/fd/{kept}"
+        self.shared_filter = SharedFilter(path, num_slots * pitch_bytes, num_counters)
         self._layout = (self._bytes.ctypes.data, pitch_bytes, num_slots)
         self._payload_bytes = payload_bytes
         self._pitch_bytes = pitch_bytes

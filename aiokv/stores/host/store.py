@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.stores.base import StoreMemory
+    from aiokv.stores.base import SharedFilter, StoreMemory
     from aiokv.stores.host.link import Link
     from aiokv.stores.host.shared_memory import SharedMemory
 
@@ -100,6 +100,12 @@ class HostStore(Store):
         if self._attachment is None or self._attachment[0].has_ended:
             return True  # a lookup attaches
         return _native.may_have_any(self._attachment[1].counters, keys)
+
+    def shared_filter(self) -> SharedFilter | None:
+        """Return the filter of the service while the store is attached; see :class:`Store`."""
+        if self._attachment is None or self._attachment[0].has_ended:
+            return None
+        return self._attachment[1].shared_filter
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the service has it; see :class:`Store`.
