@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 BENCHES = (
     "index",
+    "index_ratio",
     "digest",
     "policy",
     "write_budget",

@@ -2,8 +2,8 @@
 
 * ``trace``: requests per CPU second of match, allocate, commit and release over a whole trace (the
   public one when it is here, a generated one otherwise), at three capacities and with both
-  eviction policies; beside it the same calls on the native core alone, and, on the public trace,
-  the rate of an index with a node per block (d759ccbe, on the Xeon of docs/reference/measured.md).
+  eviction policies; beside it the same calls on the native core alone. ``index_ratio`` compares
+  with an older checkout.
 * ``deep``/``wide``: nanoseconds per block on a single long path, and on many short ones.
 * ``extend``: 64 decoding leases extended by one token in one call.
 * ``memory``: bytes of the index per cached block with two tiers, excluding token ids.
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 16
 CAPACITIES = (32_000, 320_000, 1_600_000)
-PUBLIC_REQUESTS = 12_031
-BLOCK_NODES = {
-    "lru": dict(zip(CAPACITIES, (24_315, 23_668, 24_551), strict=True)),
-    "adaptive": dict(zip(CAPACITIES, (20_088, 20_618, 23_033), strict=True)),
-}
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -78,11 +73,8 @@ async def _trace(workload: Workload, device_blocks: int, policy: EvictionPolicy)
     options = ReplayOptions(device_blocks=device_blocks, latencies=False, eviction_policy=policy)
     report = await replay(workload, options, _no_stages)
     blocks = sum(-(-request.input_tokens // BLOCK_TOKENS) for request in workload.requests)
-    is_public = find_trace() is not None and report.requests == PUBLIC_REQUESTS
-    earlier = {"block_nodes_requests_per_second": BLOCK_NODES[policy][device_blocks]}
     return {
         "requests_per_second": report.requests_per_second,
-        **(earlier if is_public else {}),
         "native_requests_per_second": report.requests
         / _native_seconds(workload, device_blocks, policy),
         "ns_per_block": report.index_seconds * 1e9 / blocks,

@@ -6,9 +6,9 @@
   ``in_a_thread``: ``advance``, ``computing`` and ``step`` in one crossing of ``aiokv.sync``,
   CPU time of both threads.
 * ``tokens_us``: ``match`` of 100,000 tokens as a list and as arrays, and ``append`` of one token.
-* ``held_ms``: the calls for a new prompt of 10^6 tokens, the longest pass of the loop in a later
-  ``prefetch`` of it, and the opening of an engine of 10^7 blocks; ``open_elapsed``: the duration of
-  the opening, in which threads allocate memory.
+* ``held_ms``: the calls for a new prompt of 10^6 tokens, ``would_hit`` of it when it is cached, the
+  longest pass of the loop in a later ``prefetch`` of it, and the opening of an engine of 10^7
+  blocks; ``open_elapsed``: the duration of the opening, in which threads allocate memory.
 * ``others_us``: the same step of vLLM's ``KVCacheManager`` and of SGLang's radix cache, where
   these packages are installed; see :mod:`bench.step_baselines`.
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS: Final = 512
 BLOCK_TOKENS: Final = 16
 LEASES: Final = (64, 256)
-HELD: Final = ("match", "allocate", "commit", "step", "release")
+HELD: Final = ("match", "allocate", "commit", "step", "release", "would_hit")
 HELD_ROUNDS: Final = 5
 
 cpu_ns = time.thread_time_ns
@@ -228,6 +228,8 @@ async def _held_by_a_prompt(prompt: np.ndarray, samples: dict[str, list[float]])
         engine.step()
         times.append(cpu_ns())
         lease.release()
+        times.append(cpu_ns())
+        engine.would_hit(prompt)
         times.append(cpu_ns())
         for name, ns in zip(HELD, np.diff(times), strict=True):
             note(name, int(ns))

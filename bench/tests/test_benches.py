@@ -14,6 +14,7 @@ from bench import harness, peers_transports, redis_store
     "name",
     [
         "index",
+        "index_ratio",
         "digest",
         "policy",
         "admission",
