@@ -68,7 +68,8 @@ class Granting:
             raise
         if result[0] is READY and result[1] is NO_EFFECTS and not self._waiters:
             # No effect has to be applied, and no waiter checked.
-            self._note_grant(record)
+            if self._observers.active or self._explains:
+                self._note_grant(record)
             return True
         return self._take_grant(record, result)
 

@@ -81,6 +81,8 @@ class Granting:
             )
         if granted and self.lost:
             self.lost.pop(lease_id, None)
+        if granted == _READY and not self._saver.has_host:
+            return READY
         return self._granted(lease_id, granted, onload_priority)
 
     def prolong(self, lease_id: int, tokens: NDArray[np.int32]) -> Grant | None:
