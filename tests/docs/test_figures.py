@@ -213,6 +213,18 @@ def test_requests_per_cpu_second_of_the_index():
     assert cells_of(README, "Index through the API")[1] == f"{low:,.0f} to {high:,.0f}"
 
 
+def test_cpu_time_of_the_index_relative_to_one_with_a_node_per_block():
+    measured = results("index_ratio")["benches"]["index_ratio"]
+    section = MEASURED[MEASURED.index("revision fa750fe takes") :]
+    names = {f"| {blocks:,} |": f"{blocks}_blocks" for blocks in (32_000, 320_000, 1_600_000)}
+    for beginning, name in {**names, "| 32,000, prompts that fork": "forks"}.items():
+        shown = [
+            f"{measured[key]['ratio']:.2f} ({measured[key]['native_ratio']:.2f})"
+            for key in (f"{name}.lru", f"{name}.adaptive")
+        ]
+        assert cells_of(section, beginning.removeprefix("| "))[1:] == shown
+
+
 def test_time_of_a_reset():
     milliseconds = results("reset")["benches"]["reset"]["ms_of_10000000_blocks"]
     sentence = f"of ten million cached blocks that nothing uses takes {milliseconds:.1f} ms"
