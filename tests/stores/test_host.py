@@ -6,10 +6,10 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +22,7 @@ from aiokv._native import may_have_any
 from aiokv.errors import ConfigError, StoreError
 from aiokv.layout.host_format import pitch_bytes
 from aiokv.stores import DiskStore, HostStore, stores_from
-from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.base import KEY_BYTES, split_keys
 from aiokv.stores.guard import Costs
 from aiokv.stores.host.below import Below
 from aiokv.stores.host.link import attach, inspect
@@ -34,7 +34,6 @@ from aiokv.stores.purging import list_store, purge_store
 from aiokv.stores.threads import StoreThreads
 from aiokv.stores.use import StoreUse
 from aiokv.testing import ScriptedStore
-from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import (
     DONE,
     FAILED,
@@ -57,7 +56,7 @@ from tests.stores.host_engine import (
     hit_blocks,
     saved,
 )
-from tests.stores.servers import Server
+from tests.stores.host_server import HostServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,36 +64,6 @@ if TYPE_CHECKING:
     from aiokv.stores import Store
 
 PITCH: Final = pitch_bytes(9_984, with_stores=True)
-
-
-class HostServer(Server):
-    """The process ``aiokv store serve``."""
-
-    def __init__(self, folder: Path, size: str = "64MiB", below: str | None = None) -> None:
-        self.path = folder / "host.sock"
-        self.url = f"host://{self.path}"
-        command = [sys.executable, "-m", "aiokv", "store", "serve", str(self.path)]
-        command += ["--bytes", size, *(["--below", below] if below else [])]
-        super().__init__(lambda _: command, folder / "log", port=1, is_ready=self._accepts)
-
-    def _accepts(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as client, suppress(OSError):
-            client.connect(str(self.path))
-            return True
-        return False
-
-    def terminate(self) -> int:
-        """End the process with SIGTERM; return its exit status."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-        status = self._process.wait(PATIENCE_SECONDS)
-        self._process = None
-        return status
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
 
 class HostMedium(Medium):
@@ -514,6 +483,28 @@ async def test_write_budget_below_admits_objects_that_are_used_again(folder: Pat
     finally:
         server.kill()
     assert (folder / "disk" / "admission").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.asyncio
+async def test_statistics_of_an_engine_count_the_objects_in_memory_by_label(
+    server: HostServer,
+) -> None:
+    salt, blocks = label("salt", "tenant"), Blocks()
+    keys = b"".join(key[: -len(salt)] + salt for key in split_keys(keys_of(range(3))))
+    async with opened(HostMedium(server), blocks) as first, opened(HostMedium(server), blocks) as s:
+        for number, key in enumerate(split_keys(keys)):
+            blocks.write(number, key)
+        assert (await first.save(keys, ids(0, 1, 2))).tolist() == [DONE] * 3
+
+        async def has(blocks: int) -> bool:
+            await s.lookup(keys)
+            return s.statistics().labels.get(f"salt:{salt.hex()}", 0) == blocks
+
+        await eventually(partial(has, 3))
+        await first.remove(keys[:KEY_BYTES])
+        await eventually(partial(has, 2))
+        await first.remove(keys)
+        await eventually(partial(has, 0))
 
 
 async def saved_below(server: HostServer, count: int) -> bool:

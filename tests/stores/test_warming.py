@@ -17,8 +17,9 @@ from aiokv.stores import HostStore
 from aiokv.stores.base import split_keys
 from aiokv.stores.redis import RedisStore
 from tests.stores.conformance import DONE, MISSING, PRESENT, Blocks, ids, keys_of
+from tests.stores.host_server import HostServer
 from tests.stores.servers_redis import RedisServer, needs_server, running_server
-from tests.stores.test_host import PITCH, HostServer
+from tests.stores.test_host import PITCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -63,10 +63,12 @@ class Link:
 
     Attributes:
         counts: counts of the last reply.
+        labels: objects by label, from the last reply that had them.
     """
 
     def __init__(self, connection: Connection[FromEngine, FromService]) -> None:
         self.counts = Counts()
+        self.labels: dict[str, int] = {}
         self._connection = connection
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -114,6 +116,8 @@ class Link:
         if not isinstance(message, Reply):
             raise ProtocolError(f"the message {type(message).__name__}")
         self.counts = message.counts
+        if message.counts.labels is not None:
+            self.labels = message.counts.labels
         reply = self._waiting.get(message.number)
         if reply is None or reply.done():
             return

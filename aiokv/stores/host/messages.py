@@ -40,7 +40,7 @@ import msgspec
 
 from aiokv.wire.messages import Codec, Ping, Pong, encode
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
 PRESENT: Final = -1  # instead of a slot: the key is stored
@@ -177,6 +177,7 @@ class Counts(_Message, frozen=True):
         saved_below: objects that were saved to the store below.
         loaded_below: objects that were loaded from the store below.
         dropped_below: objects that were not saved to the store below, because it was too slow.
+        labels: objects in memory by label; see ``aiokv.stores.labels``. None in most replies.
     """
 
     payload_bytes: int = 0
@@ -188,6 +189,7 @@ class Counts(_Message, frozen=True):
     saved_below: int = 0
     loaded_below: int = 0
     dropped_below: int = 0
+    labels: dict[str, int] | None = None
 
 
 class Report(_Message, frozen=True, tag="report"):

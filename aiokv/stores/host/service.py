@@ -11,6 +11,7 @@ verifies each object that it loads, so damaged objects are not used.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +52,7 @@ from aiokv.wire.unix import OwnedSocket
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
     from pathlib import Path
 
     from aiokv.stores.host.messages import FromEngine, FromService
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 _log: Final = Log(__name__)
 _BACKLOG: Final = 128
 _THREADS: Final = 2
+_LABEL_SECONDS: Final = 1.0  # between two replies with labels to an engine
 
 
 class HostService:
@@ -134,7 +137,7 @@ class HostService:
         return Report(
             capacity_bytes=self._pools.capacity_bytes,
             below="" if self._below_use is None else self._below_use.store.url,
-            sizes=[self._counts_of(pool) for pool in self._pools.pools.values()],
+            sizes=[self._with_labels(pool)() for pool in self._pools.pools.values()],
             labels=usage(counts, blocks),
         )
 
@@ -149,6 +152,9 @@ class HostService:
             loaded_below=below.loaded_blocks,
             dropped_below=below.dropped_blocks,
         )
+
+    def _with_labels(self, pool: SlotPool) -> _CountsWithLabels:
+        return _CountsWithLabels(partial(self._counts_of, pool), pool)
 
     # --- engines ----------------------------------------------------------------------------------
 
@@ -195,7 +201,7 @@ class HostService:
                 f"{self._pools.capacity_bytes} bytes"
             )
         pool = self._pools.pool(*size)
-        counts = partial(self._counts_of, pool)
+        counts = self._with_labels(pool)
         below = None
         if self._disk is not None and self._below_use is not None:
             if size not in self._below or _failed(self._below[size]):
@@ -249,6 +255,24 @@ class HostService:
 
     async def _purged(self, label: bytes) -> bytes:
         return (await self._purge(label)).to_bytes(8, "little")
+
+
+class _CountsWithLabels:
+    """Counts of a pool for one receiver, once per ``_LABEL_SECONDS`` with the labels."""
+
+    def __init__(self, counts: Callable[[], Counts], pool: SlotPool) -> None:
+        self._counts = counts
+        self._pool = pool
+        self._next = 0.0
+
+    def __call__(self) -> Counts:
+        counts, now = self._counts(), time.monotonic()
+        if now < self._next:
+            return counts
+        self._next = now + _LABEL_SECONDS
+        table = self._pool.table
+        labels = usage(table.label_counts(MAX_LABELS), table.stored)
+        return msgspec.structs.replace(counts, labels=labels)
 
 
 def _failed(opening: asyncio.Task[Below]) -> bool:

@@ -190,6 +190,7 @@ class HostStore(Store):
             blocks=counts.blocks,
             used_bytes=counts.used_bytes,
             evicted_blocks=counts.evicted_blocks,
+            labels=self._attachment[0].labels,
             details={
                 "engines": counts.engines,
                 "saved_below": counts.saved_below,
