@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _BUFFER_BYTES: Final = 512 << 10
 _CONNECT_SECONDS: Final = 1.0
+_KEPT_SECONDS: Final = 30.0  # routers and servers may forget an idle connection without a word
 _PAUSE_SECONDS: Final = 60.0  # after a request that was not answered
 _ANSWERS: Final = (
     HTTPStatus.PARTIAL_CONTENT,
@@ -116,10 +117,12 @@ class SignedReads:
         return connection if has_begun else None
 
     def _connection(self, url: SplitResult) -> _Connection:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return _Connection(http.client.HTTPConnection(url.hostname or "", url.port))
+        with suppress(IndexError):
+            connection = self._idle.pop()
+            if time.monotonic() < connection.used_at + _KEPT_SECONDS:
+                return connection
+            connection.close()
+        return _Connection(http.client.HTTPConnection(url.hostname or "", url.port))
 
     def close(self) -> None:
         """Close the connections. No thread may be reading."""
@@ -128,10 +131,15 @@ class SignedReads:
 
 
 class _Connection:
-    """A connection to the server, which has one request at a time, and a buffer."""
+    """A connection to the server, which has one request at a time, and a buffer.
+
+    Attributes:
+        used_at: end of the last whole read.
+    """
 
     def __init__(self, client: http.client.HTTPConnection) -> None:
         self._client = client
+        self.used_at = 0.0
         self._socket: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -193,6 +201,7 @@ class _Connection:
                 writer.write(self._buffer[:filled])
                 filled = 0
         self._response.close()
+        self.used_at = time.monotonic()
         return True
 
     def close(self) -> None:

@@ -114,6 +114,16 @@ def test_a_kept_connection_that_the_server_has_closed_is_replaced():
         assert server.connections == 2
 
 
+def test_connections_are_kept_for_half_a_minute(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(signed_reads.time, "monotonic", lambda: now)
+    with opened() as (server, reader):
+        for later, connections in ((0.0, 1), (29.0, 1), (29.0, 1), (31.0, 2)):
+            now += later
+            assert reader.read()
+            assert server.connections == connections
+
+
 @pytest.mark.parametrize(
     ("answer", "pauses"),
     [
