@@ -353,8 +353,21 @@ class ServedModel:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def complete(self, tokens: list[int], num_tokens: int = 12) -> Completion:
-        """Return the tokens generated for a prompt, and the number of cached tokens."""
+    def kill_engine(self, engine: int) -> None:
+        """Kill one of the engines of data parallelism; the server then ends."""
+        (pid, *_) = self.found(rf"\(EngineCore_DP{engine} pid=(\d+)\)")
+        os.kill(int(pid[1]), signal.SIGKILL)
+
+    def complete(
+        self, tokens: list[int], num_tokens: int = 12, engine: int | None = None
+    ) -> Completion:
+        """Return the tokens generated for a prompt, and the number of cached tokens.
+
+        Args:
+            tokens: the prompt.
+            num_tokens: to generate.
+            engine: number of the engine of data parallelism; None for any.
+        """
         answer = self._post(
             "/v1/completions",
             {
@@ -365,6 +378,7 @@ class ServedModel:
                 "ignore_eos": True,
                 "return_token_ids": True,
             },
+            {} if engine is None else {"X-data-parallel-rank": str(engine)},
         )
         cached = answer["usage"]["prompt_tokens_details"]
         return Completion(
@@ -375,8 +389,9 @@ class ServedModel:
         """Empty vLLM's own prefix cache."""
         self._post("/reset_prefix_cache", None)
 
-    def _post(self, path: str, body: Any) -> Any:
-        answer = httpx.post(f"http://127.0.0.1:{self._port}{path}", json=body, timeout=_TIMEOUT)
+    def _post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Any:
+        url = f"http://127.0.0.1:{self._port}{path}"
+        answer = httpx.post(url, json=body, headers=headers, timeout=_TIMEOUT)
         answer.raise_for_status()
         return answer.json() if answer.content else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from importlib.resources import files
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import httpx
 import pytest
 
+from aiokv.stores.host.link import inspect
 from tests.connectors.vllm.served import (
     BLOCK_TOKENS,
     Completion,
@@ -22,6 +24,7 @@ from tests.connectors.vllm.served import (
     write_windowed_model,
     write_windows_only_model,
 )
+from tests.stores.host_server import HostServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,8 +62,8 @@ def expected(model: Path) -> list[list[int]]:
     return answers
 
 
-def answers_of(server: ServedModel) -> list[Completion]:
-    return [server.complete(prompt(seed, TOKENS)) for seed in SEEDS]
+def answers_of(server: ServedModel, engine: int | None = None) -> list[Completion]:
+    return [server.complete(prompt(seed, TOKENS), engine=engine) for seed in SEEDS]
 
 
 def tokens_of(answers: list[Completion]) -> list[list[int]]:
@@ -168,6 +171,43 @@ def test_engines_of_data_parallelism_share_no_path(
                 server.wait_until(lambda: server.blocks_moved("save") >= ALL_BLOCKS, "saves")
             server.kill()
     assert {folder.name for folder in tmp_path.iterdir()} == {"0-0", "1-0"}
+
+
+def test_engines_of_data_parallelism_share_the_memory_of_a_host(
+    model: Path, expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("host")  # a short path
+    folder.chmod(0o700)
+    service = HostServer(folder)
+    service.start()
+
+    def stored_blocks() -> int:
+        return sum(counts.blocks for counts in asyncio.run(inspect(service.path)).sizes)
+
+    extra = {"host_gib": "128MiB", "stores": [service.url], "follow_resets": False}
+    all_cached = [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
+    try:
+        with ServedModel(model, extra, "--data-parallel-size", "2") as server:
+            server.wait_ready()
+            first = answers_of(server, engine=0)
+            assert tokens_of(first) == expected
+            assert [answer.cached for answer in first] == [0] * len(SEEDS)
+            server.wait_until(lambda: server.blocks_moved("save") >= ALL_BLOCKS, "the saves")
+            second = answers_of(server, engine=1)
+            assert tokens_of(second) == expected
+            assert [answer.cached for answer in second] == all_cached
+            assert stored_blocks() == ALL_BLOCKS  # each prefix once
+            server.kill_engine(1)
+            server.wait_end()
+        with ServedModel(model, extra, "--data-parallel-size", "2") as server:
+            server.wait_ready()
+            restarted = [*answers_of(server, engine=1), *answers_of(server, engine=0)]
+            assert tokens_of(restarted) == [*expected, *expected]
+            assert [answer.cached for answer in restarted] == [*all_cached, *all_cached]
+            assert server.blocks_moved("save") == 0
+        assert stored_blocks() == ALL_BLOCKS
+    finally:
+        service.kill()
 
 
 @pytest.mark.skipif(not has_nixl(), reason="nixl is not installed")
