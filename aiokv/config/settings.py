@@ -36,7 +36,8 @@ OTHER_VARIABLES: Final = frozenset(  # read by other parts of aiokv, by its test
     PREFIX + name
     for name in (
         "CONFIG", "STORES", "IO", "DEEP", "TRACE", "MUTATION", "CRASH_ROUNDS", "GPU_LOCK_SECONDS",
-        "BENCH_DISK", "BASELINE", "PICTURE", "TEST_FAULTS", "PEERS_SECRET", "PEERS_TRANSPORT",
+        "BENCH_DISK", "BENCH_HOST", "BASELINE", "PICTURE", "TEST_FAULTS", "PEERS_SECRET",
+        "PEERS_TRANSPORT",
     )
 )  # fmt: skip
 # Variables that Kubernetes sets in each container of a namespace with a service named "aiokv...".
