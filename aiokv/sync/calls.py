@@ -97,10 +97,10 @@ class Calls(RecordedVerbs, Unique):
             del self, crossing, answers, error  # break the cycle: the traceback has this frame
 
     def post(self) -> None:
-        """Make the calls now if the engine's loop waits for events; otherwise send them to it.
+        """Send the calls to the engine's thread, and do not wait for it.
 
-        The caller does not wait for the loop. The calls are made before all calls that the same
-        thread makes afterwards. ``run`` waits for their answers.
+        The calls are made before all calls that the same thread makes afterwards. ``run`` waits for
+        their answers.
 
         Raises:
             UsageError: the engine is not open.
@@ -108,7 +108,13 @@ class Calls(RecordedVerbs, Unique):
         """
         crossing = self._closed()
         if self._answers:
-            crossing.send()
+            crossing.send(here=False)
+
+    @property
+    def done(self) -> bool:
+        """True if all calls were made."""
+        crossing = self._crossing
+        return not self._answers or (crossing is not None and crossing.done)
 
     def _closed(self) -> Crossing:
         """Return the crossing of the calls; no call can be added any more."""

@@ -50,8 +50,12 @@ class Crossing:
         self.done = False
         self.first_error: BaseException | None = None
 
-    def send(self) -> None:
+    def send(self, *, here: bool) -> None:
         """Make the calls, or send them to the loop. Idempotent.
+
+        Args:
+            here: True to make them in this thread if the loop waits for events. In the thread of
+                the loop, they are made at once in any case.
 
         Raises:
             UsageError: the engine is not open.
@@ -61,7 +65,7 @@ class Crossing:
         if self._is_sent or self.done:
             return
         if self._answered is None:
-            if self._thread.make_here(self):
+            if (here or self._thread.is_current) and self._thread.make_here(self):
                 return
             answered = threading.Lock()
             answered.acquire()
@@ -76,7 +80,7 @@ class Crossing:
             UsageError: the engine is not open.
             KeyboardInterrupt: as for ``send``.
         """
-        self.send()
+        self.send(here=True)
         if not self.done and self._thread.is_abandoned:  # sent before `os.fork`
             self.fail(self._thread.new_error)
         if not self.done and self._answered is not None:

@@ -226,7 +226,7 @@ def test_calls_that_arrive_during_the_close_after_a_failure_get_the_failure(conf
     thread.post(fail)
     entered.wait()
     crossing = Crossing(thread, [Answer(made.append, (1,))])
-    crossing.send()
+    crossing.send(here=False)
     go_on.set()
     crossing.wait()
     assert isinstance(crossing.first_error, BrokenEngineError)

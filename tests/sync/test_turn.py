@@ -71,12 +71,23 @@ def test_calls_are_made_in_the_thread_of_their_caller_while_the_loop_waits(share
     lease.release()
 
 
+def test_posted_calls_are_made_in_the_thread_of_the_loop_while_it_waits(shared):
+    calls = shared.calls()
+    assert calls.done  # there are none
+    made_in = calls.add(get_ident)
+    assert not calls.done
+    calls.post()
+    shared.call(int)  # behind the posted calls
+    assert calls.done
+    assert made_in.value == thread_of(shared) != get_ident()
+
+
 def test_calls_are_made_in_the_thread_of_the_loop_while_it_is_busy(shared):
     calls = shared.calls()
     made_in = calls.add(get_ident)
     with busy(shared):
         calls.post()
-        assert not made_in.done
+        assert not calls.done
     calls.run()
     assert made_in.value == thread_of(shared) != get_ident()
 

@@ -9,7 +9,7 @@ from aiokv.base.logs import Log
 from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from vllm.distributed.kv_events import KVCacheEvent
 
@@ -73,6 +73,7 @@ class HostCache:
         self._tensors = tensors
         self.closes_steps_on_ranks = tensors is None
         self._events = events
+        self._held: Calls | None = None  # calls that have to be made before `_posted`
         self._posted: Calls | None = None  # the last calls that nobody has waited for
         self._failure: BaseException | None = None
         self._num_errors = 0
@@ -114,13 +115,32 @@ class HostCache:
         """Make calls, and return their answers, which have the errors."""
         return calls.run(raise_errors=False)
 
+    def hold(self, calls: Calls) -> None:
+        """Let ``send_held`` post these calls."""
+        self.send_held()
+        self._held = calls
+
+    @property
+    def holds_calls(self) -> bool:
+        """True if calls are held."""
+        return self._held is not None
+
+    def send_held(self) -> None:
+        """Let the engine make the calls that are held while the caller goes on."""
+        if self._held is not None:
+            calls, self._held = self._held, None
+            self.post(calls)
+
     def post(self, calls: Calls) -> None:
-        """Let the engine make calls while the caller goes on."""
+        """Let the engine make calls, behind those that are held, while the caller goes on."""
+        self.send_held()
         calls.post()
         self._posted = calls
 
     def wait_posted(self) -> None:
-        """Block the calling thread until the engine has made all calls that were posted."""
+        """Block the calling thread until the engine has made all calls that were held or posted."""
+        if self._held is not None:
+            self._posted, self._held = self._held, None
         if self._posted is not None:
             self.run(self._posted)  # the engine makes calls in the order in which they were posted
             self._posted = None
@@ -150,28 +170,18 @@ class HostCache:
             self._failure = error
             log.error("vllm.cache_failed", error=str(error))
 
-    def release_and_watch(
-        self,
-        leases: Sequence[SyncLease],
-        calls: Calls | None = None,
-        labels: Sequence[str] | None = None,
-    ) -> list[Watched]:
-        """Release leases, in the crossing of other calls, and do not wait for the answers.
+    def release_and_watch(self, lease: SyncLease, label: str = "") -> Watched:
+        """Release a lease, and do not wait for the answer.
 
         Args:
-            leases: leases to release.
-            calls: calls to make before, if any; they are posted.
-            labels: label of each lease, see ``SyncLease.release``; None for no labels.
+            lease: the lease.
+            label: see ``SyncLease.release``.
 
         Returns:
-            Per lease, what is done when no transfer uses its blocks.
+            What is done when no transfer uses its blocks.
         """
-        calls = self.calls() if calls is None else calls
-        labels = [""] * len(leases) if labels is None else labels
-        watched = [
-            Watched(lease, calls.release(lease, returns=label))
-            for lease, label in zip(leases, labels, strict=True)
-        ]
+        calls = self.calls()
+        watched = Watched(lease, calls.release(lease, returns=label))
         self.post(calls)
         return watched
 

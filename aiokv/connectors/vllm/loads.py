@@ -110,8 +110,10 @@ class Loads:
 
     def wait_for_transfers(self, block_ids: Sequence[int]) -> None:
         """Block until no transfer of an earlier request uses blocks that a step or load writes."""
-        for idle in self._freed.used_by_transfers(block_ids):
-            self._cache.wait_idle(idle, self._timeout)
+        if self._freed.used_by_transfers(block_ids):
+            self._cache.wait_posted()  # begins their saves, and ends leases without a transfer
+            for idle in self._freed.used_by_transfers(block_ids):
+                self._cache.wait_idle(idle, self._timeout)
 
     def begin(self) -> None:
         """Begin the loads whose blocks are not in use, in one crossing."""

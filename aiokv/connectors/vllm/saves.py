@@ -75,9 +75,10 @@ class Saves:
         """Commit the full blocks that are computed, and close the step, in one crossing.
 
         It also releases or retires the leases of the requests that have finished in the step, and
-        lets retired leases end. The engine makes these calls while the next step is scheduled and
-        computed.
+        lets retired leases end. These calls are held until the next step was scheduled, or a call
+        of one of the leases, so that no request waits for them.
         """
+        self.note_answers()  # blocks of a lease whose last commit has failed are not committed
         calls = self._cache.calls()
         committed = []
         keeps = self._retired.keeps
@@ -98,16 +99,19 @@ class Saves:
             if cached.saving and cached.lease is not None:
                 self._freed.add(cached.saving, 0, Watched(cached.lease, answer))
                 cached.saving = []
-        watched = self._cache.release_and_watch(
-            [end.lease for end in ends], calls, [end.label for end in ends]
-        )
+        for end in ends:
+            answer = calls.release(end.lease, returns=end.label)
+            self._freed.add(end.block_ids, 0, Watched(end.lease, answer))
+        self._cache.hold(calls)
         self._posted = _Commits(calls, committed, retired)
-        for end, idle in zip(ends, watched, strict=True):
-            self._freed.add(end.block_ids, 0, idle)
 
-    def note_answers(self) -> None:
-        """Wait for the answers of the last commits, and give up the leases of those that failed."""
-        if self._posted is None:
+    def note_answers(self, *, waits: bool = True) -> None:
+        """Give up the leases of the last commits that have failed.
+
+        Args:
+            waits: False to do nothing while the engine has yet to make them.
+        """
+        if self._posted is None or not (waits or self._posted.calls.done):
             return
         posted, self._posted = self._posted, None
         self._cache.run(posted.calls)
@@ -118,8 +122,7 @@ class Saves:
         for lease, ids, label, answer in posted.retired:
             if answer.error is not None or not answer.value:
                 self._retired.remove(lease, ids)
-                (idle,) = self._cache.release_and_watch([lease], labels=[label])
-                self._freed.add(ids, 0, idle)
+                self._freed.add(ids, 0, self._cache.release_and_watch(lease, label))
 
     def leave(self, cached: CachedRequest) -> None:
         """Release the lease; its transfers go on.
@@ -137,13 +140,13 @@ class Saves:
             cached.granting = None
         if lease is None:
             return
-        (idle,) = self._cache.release_and_watch([lease])
+        idle = self._cache.release_and_watch(lease)
         self._freed.add(cached.tables.ids(0, cached.assigned), 0, idle)
 
     def release_retired(self) -> None:
         """Release all retired leases."""
-        if leases := self._retired.take_all():
-            self._cache.release_and_watch(leases)
+        for lease in self._retired.take_all():
+            self._cache.release_and_watch(lease)
 
     def _num_complete(self, cached: CachedRequest) -> int:
         """Return how many leading blocks of a request can be committed; 0 for none."""

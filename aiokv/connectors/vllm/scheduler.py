@@ -287,7 +287,7 @@ class SchedulerHalf:
             if future is not None:
                 self._wait_for_decision(future)
         else:
-            self._cache.release_and_watch([lease])
+            self._cache.release_and_watch(lease)
         return cached
 
     def _serves(self, request: Request) -> bool:
@@ -353,7 +353,10 @@ class SchedulerHalf:
         given = self._groups.blocks_of(block_ids, first_new)
         # Another connector may load into them.
         self._retired.note_given(given, is_counted=num_loaded > 0)
-        if not any(block_ids):  # vLLM 0.22 does not tell which blocks another connector loads
+        is_blind = not any(block_ids)  # vLLM 0.22 does not tell which blocks such a load writes
+        if self._cache.holds_calls and (is_blind or self._freed.are_used(given)):
+            self._cache.wait_posted()  # begins the saves of these blocks
+        if is_blind:
             self._saves.release_retired()
             self._retired.stop()
         if cached is None:
@@ -392,6 +395,7 @@ class SchedulerHalf:
         loads = self._loads
         if loads.deferred:
             loads.begin()
+        self._cache.send_held()  # the engine makes these calls while the model computes the step
         waits = self._arrivals.take_waits() if self._arrivals.waits else []
         if waits:
             self._waited[self._step] = [
@@ -545,7 +549,7 @@ class SchedulerHalf:
         prefill = self._prefills.end(step)
         self._pace.end(step, prefill)
         event = self._cache.take_event(step)
-        self._saves.note_answers()
+        self._saves.note_answers(waits=False)
         if failed_blocks:
             self._note_failures(set(failed_blocks))
         ended: dict[CachedRequest, int] = {}

@@ -450,6 +450,7 @@ def test_label_of_a_request_is_that_of_its_release(
     for name in "bc":  # the match of "c" follows the release of "b"
         server.add(name, prompt(ord(name), 20), 2)
         server.run()
+    server.connector.engine.call(int)  # behind the posted calls
     assert labels[:2] == ["tool_use", ""]
 
 
@@ -581,8 +582,9 @@ def test_steps_do_not_wait_for_their_commits(
 ) -> None:
     server, tokens = make_server(), prompt(1, 41)
     compute_prompt(server, server.add("a", tokens, 12))
+    server.step()  # posts the commit of the prompt
     gate, held = hold_engine(server)
-    for _ in range(3):  # the third one completes a block of 4 positions
+    for _ in range(4):  # the second one completes a block of 4 positions
         server.step()
     assert not held.done()
     gate.set()
@@ -598,25 +600,26 @@ def test_blocks_are_not_written_before_the_engine_has_released_them(
     hold_engine: HoldEngine,
 ) -> None:
     server, tokens = make_server(num_blocks=16), prompt(1, 41)
-    request = server.add("a", tokens, 2)
+    request = server.add("a", tokens, 3)
     compute_prompt(server, request)
+    server.step()  # posts the commit of the prompt
     gate, _ = hold_engine(server)
     server.step()  # the last one of "a", whose blocks vLLM frees
     assert request.is_finished()
-    waits: list[bool] = []
-    wait_idle = HostCache.wait_idle
+    waits: list[int] = []
+    wait_posted = HostCache.wait_posted
 
-    def wait(cache: HostCache, idle: Future[None], timeout: float) -> None:
-        waits.append(idle.done())
+    def wait(cache: HostCache) -> None:
+        waits.append(len(server.outputs.get("b", ())))
         gate.set()
-        wait_idle(cache, idle, timeout)
+        wait_posted(cache)
 
-    monkeypatch.setattr(HostCache, "wait_idle", wait)
+    monkeypatch.setattr(HostCache, "wait_posted", wait)
     assert server.scheduler.kv_cache_manager.reset_prefix_cache()
     other = prompt(2, 57)  # needs all blocks
     server.add("b", other, 2, sampling_params=_wishing(2, read=False, write=False))
     server.run()
-    assert waits[:1] == [False]
+    assert waits[:1] == [0]  # before the first step of "b"
     assert server.outputs["b"] == generate(other, 0, 2)
     again = serve_and_check(server, "c", tokens, 1)
     assert server.loaded(again) == 40
@@ -915,6 +918,7 @@ def test_blocks_of_requests_that_decode_are_saved_together(
     server.add("a", prompt(1, 10), 80)
     server.add("b", prompt(2, 13), 80)
     server.run()
+    server.connector.engine.call(int)  # behind the posted calls
     # The prompts; in step 56, up to positions 65 and 68; at the end, all but the last position.
     assert [sorted(blocks) for blocks in saved if blocks] == [[2, 3], [14, 14], [6, 6]]
 
@@ -1555,12 +1559,14 @@ def test_speed_of_prefills_reaches_the_engine(
     server = make_server({"load": load})
     server.add("a", prompt(1, 41), 3)
     server.run()
+    server.connector.engine.call(int)  # behind the posted calls
     assert noted == [24, 17]  # a step has at most 24 tokens; decode steps are left out
     evict_all(server)
     noted.clear()
     request = server.add("b", [*prompt(1, 40), *prompt(2, 20)], 1)
     server.run()
     assert server.loaded(request) == 40
+    server.connector.engine.call(int)
     assert noted == ([20] if load == "async" else [])  # this step has waited for its blocks
 
 
@@ -1579,6 +1585,7 @@ def test_generated_and_drafted_tokens_of_a_step_do_not_measure_the_model(
     server.add("b", prompt(2, 12), 30)
     server.step()
     server.run()
+    server.connector.engine.call(int)
     assert noted == [21, 12]
 
 
