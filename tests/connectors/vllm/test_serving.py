@@ -625,6 +625,30 @@ def test_blocks_are_not_written_before_the_engine_has_released_them(
     assert server.loaded(again) == 40
 
 
+@pytest.mark.parametrize("names_blocks", [True, False])
+def test_saves_begin_before_another_connector_loads_into_their_blocks(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, names_blocks: bool
+) -> None:
+    server, tokens = make_server(), prompt(1, 41)
+    request = server.add("a", tokens, 1)
+    made: list[int] = []
+    commit = Lease.commit_blocks
+
+    def note(lease: Lease, block_ids: list[int], *args: Any, **options: Any) -> int:
+        made.extend(block_ids)
+        return commit(lease, block_ids, *args, **options)
+
+    monkeypatch.setattr(Lease, "commit_blocks", note)
+    while not request.is_finished():
+        server.step()  # the commit of the last step is held
+    computed = set(made)
+    ids = list(range(1, 41)) if names_blocks else []
+    blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
+    other = server.add("b", prompt(2, 41), 1)
+    server.connector.update_state_after_alloc(other, blocks, 0)
+    assert len(computed) < len(made) == 10
+
+
 def test_aborted_load_frees_its_blocks_when_it_has_ended(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
