@@ -93,13 +93,19 @@ class Server:
         num_blocks: device blocks.
         connector: ``"AiokvConnector"``, ``"OffloadingConnector"``, or "" for none.
         host_blocks: capacity of host memory.
+        extra: more settings of the connector.
     """
 
     def __init__(
-        self, num_blocks: int, connector: str = "", *, host_blocks: int = HOST_BLOCKS
+        self,
+        num_blocks: int,
+        connector: str = "",
+        *,
+        host_blocks: int = HOST_BLOCKS,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         init_none_hash(sha256)
-        extra: dict[str, Any] = {"cpu_bytes_to_use": host_blocks * BLOCK_BYTES}
+        extra = {"cpu_bytes_to_use": host_blocks * BLOCK_BYTES} | (extra or {})
         if connector == "AiokvConnector":
             extra["follow_resets"] = False
         config = vllm_config(
@@ -142,6 +148,7 @@ class Server:
         self._clock = Clock()
         self.loaded_tokens = 0
         self.cached_tokens = 0
+        self.scheduled_prompt_tokens = 0  # of the last step, without the steps that decode
 
     def add(self, prompt: list[int], num_tokens: int) -> Request:
         """Add a request."""
@@ -160,6 +167,8 @@ class Server:
         began = self._clock.now()
         output = self.scheduler.schedule()
         self.seconds = self.seconds + self._clock.now() - began
+        tokens = output.num_scheduled_tokens.values()
+        self.scheduled_prompt_tokens = sum(number for number in tokens if number > 1)
         kv_output = None
         if self._worker is not None:
             kv_output = self._work(output)

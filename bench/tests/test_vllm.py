@@ -73,11 +73,13 @@ class ScriptedEngine:
         self.running = 0
         self.most_running = 0
         self.order: list[list[int]] = []
+        self.sampling: list[object] = []
         self._ids = count()
 
     async def generate(self, prompt, sampling_params, request_id):
         tokens = prompt["prompt_token_ids"]
         self.order.append(tokens)
+        self.sampling.append(sampling_params)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0)
@@ -197,6 +199,9 @@ async def test_load_keeps_the_order_and_the_number_of_clients():
     assert figures["prompt_tokens"] == 14
     assert figures["cached_tokens"] == 7
     assert len(set(figures["digests"])) == 7
+    each = [f"sampling{number}" for number in range(7)]
+    await run_load(engine, prompts, each, clients=3)
+    assert engine.sampling == [None] * 7 + each
 
 
 @pytest.mark.asyncio

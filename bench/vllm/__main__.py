@@ -33,6 +33,7 @@ from bench.vllm.cell import (
     HOST_HITS_TOKENS,
     LOADS,
     LONG_ANSWER_TOKENS,
+    VARIED_ANSWER_TOKENS,
     Cell,
 )
 from bench.vllm.model import block_bytes
@@ -143,6 +144,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="lengths of the answers at each of --document-rates; default: %(default)s",
     )
+    parser.add_argument(
+        "--vary-answers", action="store_true", help="documents: 32 to 96 output tokens, not 64"
+    )
     parser.add_argument("--output-tokens", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--limit", type=int, help="prompts of each load; default: all")
     parser.add_argument("--limit-seconds", type=float, default=180.0, help="of each process")
@@ -196,7 +200,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
     output_tokens = args.output_tokens
     if not set(_LONG_LOADS).isdisjoint(args.loads):
         max_prompt_tokens = max(max_prompt_tokens, DOCUMENTS_TOKENS)
-        output_tokens = max(output_tokens, LONG_ANSWER_TOKENS, *args.answer_tokens)
+        output_tokens = max(output_tokens, *VARIED_ANSWER_TOKENS, *args.answer_tokens)
         if "agents" in args.loads:
             output_tokens = max(output_tokens, AGENT_OUTPUT_TOKENS)
         graph_sizes += (16,)
@@ -228,6 +232,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
         document_clients=tuple(args.document_clients),
         document_rates=tuple(args.document_rates),
         answer_tokens=tuple(args.answer_tokens),
+        vary_answers=args.vary_answers,
         agents=args.agents,
         limit=args.limit,
     )

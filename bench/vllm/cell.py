@@ -45,6 +45,7 @@ HOST_HITS_TOKENS = _HEAD_HASH_BLOCKS * HASH_BLOCK_TOKENS + max(_TAIL_TOKENS)
 _NUM_DOCUMENTS = 48
 _DOCUMENT_TOKENS = (1_000, 24_000)
 LONG_ANSWER_TOKENS = 64
+VARIED_ANSWER_TOKENS = 32, 96  # with ``vary_answers``
 _LONG_ANSWERS = {1: 1, 4: 2, 16: 4}  # questions per document by the number of clients
 # "documents" asks about the same ones with Zipf popularity, behind tokens that nothing has.
 _QUESTION_TOKENS = (32, 511)
@@ -70,6 +71,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         document_clients: numbers of clients of "documents", of ``DOCUMENT_REQUESTS``.
         document_rates: requests per second of "documents" that arrive at random times.
         answer_tokens: lengths of the answers at each of these rates.
+        vary_answers: answers of "documents" have different lengths, so that clients do not fall
+            into step.
         agents: sessions at a time of "agents".
         limit: prompts of each load to take; None: all.
     """
@@ -85,6 +88,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     document_clients: tuple[int, ...] = tuple(DOCUMENT_REQUESTS)
     document_rates: tuple[float, ...] = ()
     answer_tokens: tuple[int, ...] = (LONG_ANSWER_TOKENS,)
+    vary_answers: bool = False
     agents: int = 24
     limit: int | None = None
 
@@ -226,12 +230,17 @@ class _Bench:
             ]
 
         figures = {}
+        lengths_rng = np.random.default_rng(2)
         for clients, count in DOCUMENT_REQUESTS.items():
             asked = questions(count)  # equal ones, whatever numbers of clients are chosen
+            lengths = lengths_rng.integers(*VARIED_ANSWER_TOKENS, count, endpoint=True).tolist()
             if clients in self._cell.document_clients:
                 name = f"documents_{clients}_clients"
                 figures[name] = await self._load(
-                    name, asked, clients=clients, output_tokens=LONG_ANSWER_TOKENS
+                    name,
+                    asked,
+                    clients=clients,
+                    output_tokens=lengths if self._cell.vary_answers else LONG_ANSWER_TOKENS,
                 )
         for tokens, rate in itertools.product(self._cell.answer_tokens, self._cell.document_rates):
             asked = questions(round(rate * _ARRIVAL_SECONDS))
@@ -332,10 +341,15 @@ class _Bench:
         *,
         clients: int | None = None,
         arrivals: Sequence[float] | None = None,
-        output_tokens: int | None = None,
+        output_tokens: int | list[int] | None = None,
     ) -> dict[str, Any]:
         before = _external_hit_tokens()
-        load = self._engine, self._tokens(prompts), self._sampling(output_tokens)
+        sampling: Any
+        if isinstance(output_tokens, list):
+            sampling = [self._sampling(length) for length in output_tokens]
+        else:
+            sampling = self._sampling(output_tokens)
+        load = self._engine, self._tokens(prompts), sampling
         if arrivals is None:
             result = await run_load(*load, clients=clients or self._cell.clients)
         else:

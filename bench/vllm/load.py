@@ -160,15 +160,17 @@ async def run_load(
     Args:
         engine: to send them to.
         prompts: token ids of each.
-        sampling: vLLM's sampling parameters; its output kind is cumulative.
+        sampling: vLLM's sampling parameters, whose output kind is cumulative, for all prompts; or
+            a list of those of each.
         clients: number of prompts in flight.
     """
+    each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     answers: list[Answer | None] = [None] * len(prompts)
     waiting = iter(enumerate(prompts))
 
     async def client() -> None:
         for place, prompt in waiting:
-            answers[place] = await ask(engine, {"prompt_token_ids": prompt}, sampling)
+            answers[place] = await ask(engine, {"prompt_token_ids": prompt}, each[place])
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:

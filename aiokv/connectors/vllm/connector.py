@@ -23,6 +23,7 @@ from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.prefixes import why_prefixes_are_forbidden
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
 from aiokv.connectors.vllm.statistics import ConnectorStatistics, EngineCounts, PromMetrics
+from aiokv.connectors.vllm.waiting import WaitingOrder
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,6 +100,13 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     link,
                     pace,
                     steps_wait=opening.steps_wait(vllm_config, groups, self._options),
+                ),
+                order=WaitingOrder(
+                    self._cache,
+                    self._options.max_overtake_seconds
+                    if self._options.admission == "cached_first"
+                    else 0.0,
+                    has_priorities=vllm_config.scheduler_config.policy == "priority",
                 ),
             )
             self._counts = EngineCounts()
@@ -199,6 +207,10 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Note vLLM's pool of blocks."""
         self._pool.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        """Note a request that waits in vLLM's line."""
+        self._half_of_scheduler.added(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from aiokv.base import checks
-from aiokv.config.cache_config import DEFAULT_EVICTION_POLICY
+from aiokv.config.cache_config import ADMISSION_ORDERS, DEFAULT_EVICTION_POLICY
 from aiokv.config.save_policy import SaveMoment, SavePolicy
 from aiokv.errors import ConfigError
 from aiokv.stores.options import parse_bytes
@@ -20,7 +20,7 @@ from aiokv.stores.options import parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiokv.config.cache_config import EvictionPolicy, Verify
+    from aiokv.config.cache_config import AdmissionOrder, EvictionPolicy, Verify
 
 Load = Literal["auto", "async", "layerwise"]
 WRITE_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use", "none")
@@ -50,6 +50,11 @@ class Options:
         write_policy: when computed blocks are copied to host memory, as
             ``CacheConfig.write_policy``.
         eviction_policy: as ``CacheConfig.eviction_policy``.
+        admission: order in which vLLM's waiting requests begin, as ``CacheConfig.admission``:
+            ``"cached_first"``, or vLLM's own order with ``"arrival"``. With vLLM's scheduling
+            policy ``"priority"``, it orders the requests of each priority.
+        max_overtake_seconds: with ``"cached_first"``, a request that has waited for this time is
+            overtaken by none.
         min_load_tokens: shorter hits in host memory are computed again.
         verify: ``"checksum"`` verifies each loaded block; with one GPU only.
         stores: URLs of stores below host memory, such as ``"disk:/var/cache/aiokv?bytes=200GiB"``;
@@ -78,6 +83,8 @@ class Options:
     step_wait_seconds: float = 0.05
     write_policy: str = "write_through"
     eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
+    admission: AdmissionOrder = "cached_first"
+    max_overtake_seconds: float = 5.0
     min_load_tokens: int = 0
     verify: Verify = "off"
     stores: tuple[str, ...] = ()
@@ -131,6 +138,7 @@ class Options:
         """
         checks.choice("load", self.load, get_args(Load), ConfigError)
         SavePolicy.parse("write_policy", self.write_policy, WRITE_POLICIES)
+        checks.choice("admission", self.admission, ADMISSION_ORDERS, ConfigError)
         checks.flag("follow_resets", self.follow_resets, ConfigError)
         checks.flag("in_process", self.in_process, ConfigError)
         checks.integer("min_load_tokens", self.min_load_tokens, error=ConfigError)
@@ -139,6 +147,7 @@ class Options:
                 checks.text(name, getattr(self, name), ConfigError)
         for name in ("step_wait_seconds", "store_wait_seconds"):
             checks.seconds(name, getattr(self, name), error=ConfigError, minimum=0.0)
+        checks.positive("max_overtake_seconds", self.max_overtake_seconds, ConfigError)
         checks.positive("transfer_timeout_seconds", self.transfer_timeout_seconds, ConfigError)
         if (self.host_gib is None) == (self.cpu_bytes_to_use is None):
             raise ConfigError(

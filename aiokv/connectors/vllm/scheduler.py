@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.groups import KVGroups
     from aiokv.connectors.vllm.link import LoadQueue
     from aiokv.connectors.vllm.options import Options
+    from aiokv.connectors.vllm.waiting import WaitingOrder
     from aiokv.sync import SyncLayers
 
 log = Log(__name__)
@@ -85,6 +86,7 @@ class SchedulerHalf:
         link: the loads in flight.
         pace: the steps in flight.
         arrivals: loads that are about to end.
+        order: the order in which waiting requests begin.
     """
 
     def __init__(
@@ -99,8 +101,10 @@ class SchedulerHalf:
         link: LoadQueue,
         pace: StepPace,
         arrivals: Arrivals,
+        order: WaitingOrder,
     ) -> None:
         self._cache = cache
+        self._order = order
         self._pool = pool
         self._link = link
         self._pace = pace
@@ -143,6 +147,11 @@ class SchedulerHalf:
 
     # --- schedule() -------------------------------------------------------------------------------
 
+    def added(self, request: Request) -> None:
+        """Note a request that is new in vLLM's line."""
+        if self._serves(request):
+            self._order.add(request)
+
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many positions behind vLLM's own hit can be loaded.
 
@@ -158,6 +167,8 @@ class SchedulerHalf:
             return None, False
         if self._follows_resets and self._pool.take_reset():
             self._follow_reset()
+        if self._order.is_overtaken(request, local):
+            return None, False
         cached = self._requests.get(request.request_id)
         if cached is not None and cached.was_preempted:
             self._missed_preemption = True
@@ -180,13 +191,11 @@ class SchedulerHalf:
                 return None, False
             cached.granting = None
         found = self._loadable(cached)
-        if not found:
-            return 0, False
-        cached.loads_in_step = self._suits_step(cached, found)
-        if not cached.loads_in_step and not self._has_room(cached):
+        cached.loads_in_step = found > 0 and self._suits_step(cached, found)
+        if not self._has_room(cached):
             self._has_no_room = True  # requests behind it do not overtake it
             return None, False
-        return found, not cached.loads_in_step
+        return found, found > 0 and not cached.loads_in_step
 
     def _keeps_match(self, cached: CachedRequest, local: int) -> bool:
         """Return True if a request that vLLM asks for again need not be matched anew.
@@ -326,7 +335,9 @@ class SchedulerHalf:
 
         For a load, vLLM allocates only the blocks to load, not those that the request needs next,
         and it preempts no waiting request. So a load begins only when vLLM's free blocks are enough
-        for the prompt of each request that waits with loaded blocks, and for this one.
+        for the prompt of each request that waits with loaded blocks, and for this one. Without
+        them, a request without a load does not begin either: vLLM would ask for nobody behind it,
+        and would not see that the loads of younger requests have ended.
         """
         if not self._loads.requests:
             return True  # vLLM's own check suffices
@@ -349,6 +360,7 @@ class SchedulerHalf:
         request that waits for its load.
         """
         cached = self._requests.get(request.request_id)
+        self._order.remove(request.request_id)
         first_new = 0 if cached is None else cached.local // self._block_tokens
         given = self._groups.blocks_of(block_ids, first_new)
         # Another connector may load into them.
@@ -416,6 +428,7 @@ class SchedulerHalf:
             is_empty,
         )
         self._queued = self._computing = None
+        self._order.begin_step(is_idle=is_empty)
         self._has_no_room = False
         self._computes_more = False
         self._decision_seconds = DECISION_SECONDS
@@ -525,6 +538,7 @@ class SchedulerHalf:
     def finished(self, request: Request) -> None:
         """Note the end of a request, whose blocks vLLM frees now."""
         self._computed_anew.discard(request.request_id)
+        self._order.remove(request.request_id)
         cached = self._requests.get(request.request_id)
         if cached is None:
             return
