@@ -145,6 +145,32 @@ def test_outputs_under_load_are_equal():
     assert f"none of {measured['damaged']['requests']} outputs" in MEASURED
 
 
+AGENTS = {
+    "no offload |": "none",
+    "vLLM's own `OffloadingConnector` |": "offloading",
+    'aiokv, `"admission": "arrival"` |': "arrival",
+    'aiokv, default: `"cached_first"`, 2 s |': "cached_first",
+    "aiokv, 5 s |": "cached_first_5s",
+    "aiokv, 20 s |": "cached_first_20s",
+}
+
+
+def test_agents_that_wait_for_vllm():
+    measured = results("vllm_agents")["benches"]["vllm_agents"]
+    for beginning, name in AGENTS.items():
+        names = ("p50", "p90", "p99")
+        seconds = [measured[name][f"first_token_{each}_seconds"] for each in names]
+        shown = [measured[name]["requests_per_second"], measured[name]["hit_share"], *seconds]
+        assert cells_of(MEASURED, beginning)[1:] == [f"{value:.2f}" for value in shown]
+    own, default = measured["offloading"], measured["cached_first"]
+    p50 = default["first_token_p50_seconds"] / own["first_token_p50_seconds"]
+    rate = default["requests_per_second"] / own["requests_per_second"]
+    for page in (MEASURED, (ROOT / "docs/guide/agents.md").read_text()):
+        text = " ".join(page.split())
+        assert f"first token in {p50:.2f} of the time" in text
+        assert f"{rate:.2f} times as many are served" in text
+
+
 def test_hit_tokens_relative_to_lru():
     trace = results("index-xeon")["benches"]["index"]["trace"]
     ratios = []

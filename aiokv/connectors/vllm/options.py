@@ -84,7 +84,7 @@ class Options:
     write_policy: str = "write_through"
     eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     admission: AdmissionOrder = "cached_first"
-    max_overtake_seconds: float = 5.0
+    max_overtake_seconds: float = 2.0
     min_load_tokens: int = 0
     verify: Verify = "off"
     stores: tuple[str, ...] = ()
