@@ -96,8 +96,7 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
     ``match``, ``try_allocate``, ``append``, ``commit``, ``extend``, ``release``, ``close_step`` and
     ``finish_step`` contain this code instead, which saves a function call: they are called most
-    often. ``allocate`` calls ``try_allocate``. Transitions that are called only after a check
-    of the engine need not refuse calls.
+    often. Transitions that are called only after a check of the engine need not refuse calls.
     """
     name = method.__name__
 

@@ -11,7 +11,9 @@ A store may drop any block at any time. It must never return bytes that were sav
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -126,11 +128,14 @@ class SharedFilter(msgspec.Struct, frozen=True):
         path: file of the memory.
         offset: first byte of the filter there, a multiple of the page size.
         num_bytes: length of the filter; see ``_native.may_have_any``.
+        identity: device and inode of the memory: the path may name another file later, or in
+            another container.
     """
 
     path: str
     offset: int
     num_bytes: int
+    identity: tuple[int, int]
 
     def map(self) -> NDArray[np.uint8]:
         """Return the filter, mapped for reads.
@@ -138,8 +143,14 @@ class SharedFilter(msgspec.Struct, frozen=True):
         Raises:
             OSError: the memory has been freed, or this process must not read it.
         """
-        with open(self.path, "rb") as file:
-            view = mmap.mmap(file.fileno(), self.num_bytes, prot=mmap.PROT_READ, offset=self.offset)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if (status.st_dev, status.st_ino) != self.identity:
+                raise FileNotFoundError(errno.ENOENT, "is another file now", self.path)
+            view = mmap.mmap(descriptor, self.num_bytes, prot=mmap.PROT_READ, offset=self.offset)
+        finally:
+            os.close(descriptor)
         return np.frombuffer(view, np.uint8)
 
 

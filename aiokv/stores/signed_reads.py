@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _BUFFER_BYTES: Final = 512 << 10
 _CONNECT_SECONDS: Final = 1.0
-_KEPT_SECONDS: Final = 30.0  # routers and servers may forget an idle connection without a word
+_KEPT_SECONDS: Final = 30.0  # routers and servers may drop an idle connection without notice
 _PAUSE_SECONDS: Final = 60.0  # after a request that was not answered
 _ANSWERS: Final = (
     HTTPStatus.PARTIAL_CONTENT,

@@ -93,10 +93,11 @@ async def test_prompt_that_the_first_rank_is_known_to_lack_asks_no_rank(tmp_path
     stores = await filled(tmp_path)
     memory = tmp_path / "counters"
     memory.write_bytes(bytes(4096))  # of a store without keys
+    identity = memory.stat().st_dev, memory.stat().st_ino
     lookups = 0
 
     async def heartbeat(r: Ranked, *, is_shared: bool) -> None:
-        shared = SharedFilter(str(memory), 0, 4096) if is_shared else None
+        shared = SharedFilter(str(memory), 0, 4096, identity) if is_shared else None
         stores[0].shared_filter = lambda: shared
         (first, *_) = r.group._membership.ranks
         first.filters = unanswered = StoreFilters(b"", [])
@@ -113,8 +114,9 @@ async def test_prompt_that_the_first_rank_is_known_to_lack_asks_no_rank(tmp_path
             pass
         await r.serve([9, *A], wait_store=math.inf)
         assert stores[0].calls["lookup"] == lookups + 1
-        memory.unlink()
-        await heartbeat(r, is_shared=True)  # cannot be mapped
+        memory.rename(tmp_path / "kept")
+        memory.write_bytes(bytes(4096))
+        await heartbeat(r, is_shared=True)  # names another file now
         await r.serve([10, *A], wait_store=math.inf)
         assert stores[0].calls["lookup"] == lookups + 2
 

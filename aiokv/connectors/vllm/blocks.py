@@ -144,6 +144,11 @@ class FreedBlocks:
             self._uses = [use for use in self._uses if not use.is_over(self._ended_step)]
             self._num_blocks = sum(len(use.block_ids) for use in self._uses)
 
+    @property
+    def block_ids(self) -> set[int]:
+        """The blocks that were in use when a step or a transfer last ended."""
+        return {block_id for use in self._uses for block_id in use.block_ids}
+
     def used_by_transfers(self, block_ids: Iterable[int]) -> list[Idle]:
         """Return the transfers to wait for before any of these blocks is written."""
         idles = (use.idle for use in self._uses_of(block_ids))

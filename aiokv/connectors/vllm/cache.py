@@ -120,11 +120,6 @@ class HostCache:
         self.send_held()
         self._held = calls
 
-    @property
-    def holds_calls(self) -> bool:
-        """True if calls are held."""
-        return self._held is not None
-
     def send_held(self) -> None:
         """Let the engine make the calls that are held while the caller goes on."""
         if self._held is not None:

@@ -11,6 +11,8 @@ from aiokv.errors import TransferError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm.v1.request import Request
+
     from aiokv.connectors.vllm.arrivals import Arrivals
     from aiokv.connectors.vllm.blocks import FreedBlocks
     from aiokv.connectors.vllm.cache import HostCache
@@ -107,6 +109,21 @@ class Loads:
         """Return the blocks that loads of requests that wait, or of this step, write."""
         loading = {block for load in self.messages for block in load.block_ids}
         return loading.union(*(self._targets(cached) for cached in self.deferred))
+
+    def loads_hit_of(self, request: Request, local: int) -> bool:
+        """Return True if vLLM's own hit of a request has blocks that a load of this step writes.
+
+        vLLM finds these blocks before the load has ended. If it fails, vLLM lets its request
+        compute them again, and takes them as computed for all others, also if that request ends
+        before.
+        """
+        for loading in self.deferred:
+            onload = loading.onload
+            if onload is not None and onload.in_step and local > onload.first:
+                end = onload.first + self._groups.block_tokens
+                if request.all_token_ids[:end] == loading.request.all_token_ids[:end]:
+                    return True
+        return False
 
     def wait_for_transfers(self, block_ids: Sequence[int]) -> None:
         """Block until no transfer of an earlier request uses blocks that a step or load writes."""

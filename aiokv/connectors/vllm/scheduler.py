@@ -129,6 +129,7 @@ class SchedulerHalf:
         self._has_no_room = False  # the step that is being scheduled has no room for a load
         self._computes_more = False  # that step computes more than the step before
         self._decision_seconds = DECISION_SECONDS  # time left for waits in that step
+        self._given: list[int] = []  # blocks of that step that another connector may load into
         self._queued: int | None = None  # tokens of running prompts that are left to compute
         self._records: dict[int, _Record] = {}  # by step, of those that have not ended
         self._due: dict[int, list[CachedRequest]] = {}  # by the next step to look at them
@@ -169,6 +170,9 @@ class SchedulerHalf:
             self._follow_reset()
         if self._order.is_overtaken(request, local):
             return None, False
+        if self._layerwise and self._loads.loads_hit_of(request, local):
+            self._order.skip(request.request_id)
+            return None, False
         cached = self._requests.get(request.request_id)
         if cached is not None and cached.was_preempted:
             self._missed_preemption = True
@@ -188,6 +192,7 @@ class SchedulerHalf:
         cached.local = local
         if cached.granting is not None:
             if not cached.granting.done():
+                self._order.skip(request.request_id)
                 return None, False
             cached.granting = None
         found = self._loadable(cached)
@@ -336,7 +341,7 @@ class SchedulerHalf:
         For a load, vLLM allocates only the blocks to load, not those that the request needs next,
         and it preempts no waiting request. So a load begins only when vLLM's free blocks are enough
         for the prompt of each request that waits with loaded blocks, and for this one. Without
-        them, a request without a load does not begin either: vLLM would ask for nobody behind it,
+        them, a request without a load does not begin either: vLLM would ask for no one behind it,
         and would not see that the loads of younger requests have ended.
         """
         if not self._loads.requests:
@@ -363,12 +368,11 @@ class SchedulerHalf:
         self._order.remove(request.request_id)
         first_new = 0 if cached is None else cached.local // self._block_tokens
         given = self._groups.blocks_of(block_ids, first_new)
-        # Another connector may load into them.
         self._retired.note_given(given, is_counted=num_loaded > 0)
-        is_blind = not any(block_ids)  # vLLM 0.22 does not tell which blocks such a load writes
-        if self._cache.holds_calls and (is_blind or self._freed.are_used(given)):
-            self._cache.wait_posted()  # begins the saves of these blocks
-        if is_blind:
+        if not num_loaded:  # another connector may load into them
+            self._given += given
+        if not any(block_ids):  # vLLM 0.22 does not tell which blocks another connector loads
+            self._given += self._freed.block_ids
             self._saves.release_retired()
             self._retired.stop()
         if cached is None:
@@ -403,7 +407,9 @@ class SchedulerHalf:
             compat.leave_unzeroed(output, self._loads.written_blocks())
         if written:
             self._retired.note_given(written)
-            self._loads.wait_for_transfers(written)
+        if written or self._given:
+            self._loads.wait_for_transfers(written + self._given)
+            self._given.clear()
         loads = self._loads
         if loads.deferred:
             loads.begin()

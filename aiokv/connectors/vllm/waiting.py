@@ -1,4 +1,4 @@
-"""The order of vLLM's waiting requests: those of whose prompts most is cached go first.
+"""The order of vLLM's waiting requests: those with the largest cached share begin first.
 
 vLLM asks for its waiting requests in its own order. It skips a request for which the connector
 answers "not ready", asks for the next one in the same step, and asks for all of them again in the
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.cache import HostCache
 
-MOST_WAITING: Final = 64  # more are not compared: vLLM would ask for each of them in a step
+MOST_WAITING: Final = 32  # more are not compared: vLLM would ask for each of them in a step
 LOOKUPS_PER_STEP: Final = 4  # prompts whose cached part is looked up
 LOOKUP_SECONDS: Final = 1.0  # age at which a cached part is looked up again
 RETAINED_SECONDS: Final = 2.0  # time for which the cached part of a waiting prompt is retained
@@ -37,7 +37,8 @@ class _Waiting:
     local: int = 0  # tokens that vLLM's own cache had when vLLM last asked
     host: int = 0  # tokens that host memory had at the last look
     looked_up: float = float("-inf")
-    is_skipped: bool = False
+    asked_in: int = 0  # last step in which vLLM has asked
+    is_skipped: bool = False  # then
 
 
 class WaitingOrder:
@@ -73,8 +74,8 @@ class WaitingOrder:
         self._first: _Waiting | None = None  # of the order, until something changes
         self._answered: _Waiting | None = None  # the last one in this step that may begin
         self._lookups = LOOKUPS_PER_STEP
-        self._blocking: _Waiting | None = None  # that others wait for although the server is idle
-        self._is_idle = False
+        self._step = 0
+        self._idle_steps = 0  # the last steps that compute nothing
 
     def add(self, request: Request) -> None:
         """Note a request that is new in vLLM's line."""
@@ -83,7 +84,8 @@ class WaitingOrder:
             is_read = (
                 wishes.read and not request.skip_reading_prefix_cache and is_cacheable(request)
             )
-            self._waiting[request.request_id] = _Waiting(request, self._clock(), is_read)
+            waiting = _Waiting(request, self._clock(), is_read, asked_in=self._step)
+            self._waiting[request.request_id] = waiting
             self._first = None
 
     def remove(self, request_id: str) -> None:
@@ -95,11 +97,11 @@ class WaitingOrder:
         """Compare the requests anew: vLLM schedules another step.
 
         Args:
-            is_idle: True if the step before computes nothing. Others then wait only for a request
-                that vLLM could have begun in it.
+            is_idle: True if the step before computes nothing. After two such steps, no request is
+                overtaken.
         """
-        self._is_idle = is_idle
-        self._blocking = self._answered
+        self._step += 1
+        self._idle_steps = self._idle_steps + 1 if is_idle else 0
         self._lookups = LOOKUPS_PER_STEP
         self._first = self._answered = None
 
@@ -111,34 +113,45 @@ class WaitingOrder:
             local: positions that vLLM's own cache has.
         """
         asked = self._waiting.get(request.request_id)
-        if asked is None or not 1 < len(self._waiting) <= MOST_WAITING:
+        if asked is None:
             return False
-        self._note_skipped()
+        asked.asked_in = self._step
+        if asked.is_skipped:
+            asked.is_skipped = False
+            self._first = None
+        if self._idle_steps > 1 or not 1 < len(self._waiting) <= MOST_WAITING:
+            return False
+        self._note_skipped(asked)
         now = self._clock()
-        asked.is_skipped = False
         if local != asked.local:
             asked.local = local
             self._first = None
         if self._first is None:
             self._look_up(now)
-            ready = [each for each in self._waiting.values() if each is asked or _is_ready(each)]
+            ready = [
+                each for each in self._waiting.values() if each is asked or self._is_ready(each)
+            ]
             self._first = min(ready, key=lambda each: self._rank(each, now))
-        can_wait = not self._is_idle or self._first is self._blocking
-        if can_wait and self._rank(self._first, now) < self._rank(asked, now):
+        if self._rank(self._first, now) < self._rank(asked, now):
             return True
         self._answered = asked
         return False
 
-    def _note_skipped(self) -> None:
-        """Let others go before a request that could have begun, if vLLM asks for another one.
+    def skip(self, request_id: str) -> None:
+        """Note that a request cannot begin in this step: the others do not wait for it."""
+        if (waiting := self._waiting.get(request_id)) is not None:
+            waiting.is_skipped = True
+            self._first = self._answered = None
 
-        vLLM has skipped it: another connector is not ready, or blocks of the stores are on the way.
-        If vLLM had no room for it, it would ask for nobody else in this step.
+    def _note_skipped(self, asked: _Waiting) -> None:
+        """Skip the request that could have begun before, because vLLM asks for another one.
+
+        So another connector is not ready. If vLLM had no room for the request, it would ask for no
+        other one in this step.
         """
-        if self._answered is not None and self._answered.request.request_id in self._waiting:
-            self._answered.is_skipped = True
-            self._first = None
-        self._answered = None
+        before, self._answered = self._answered, None
+        if before is not None and before is not asked:
+            self.skip(before.request.request_id)
 
     def _rank(self, waiting: _Waiting, now: float) -> Rank:
         request = waiting.request
@@ -148,6 +161,20 @@ class WaitingOrder:
         cached = max(waiting.local, waiting.host)
         share = cached * _SHARES // max(request.num_tokens, 1)
         return (priority, 1, -share, max(request.num_tokens - cached, 0).bit_length())
+
+    def _is_ready(self, waiting: _Waiting) -> bool:
+        """Return False for a request that vLLM may not begin: the others do not wait for it.
+
+        It may wait for a grammar, for more input or for another connector, and vLLM does not ask
+        for it; or it may need an adapter for which there is no room.
+        """
+        request = waiting.request
+        return (
+            not waiting.is_skipped
+            and waiting.asked_in >= self._step - 1
+            and request.status.name == "WAITING"
+            and request.lora_request is None
+        )
 
     def _look_up(self, now: float) -> None:
         """Retain the cached parts of prompts, and note their lengths, in one crossing."""
@@ -171,14 +198,3 @@ class WaitingOrder:
         for waiting, answer in zip(old, answers, strict=True):
             if self._cache.succeeded([answer], f"request {waiting.request.request_id}, waiting"):
                 waiting.host = answer.value
-
-
-def _is_ready(waiting: _Waiting) -> bool:
-    """Return False for a request that vLLM skips, or may skip: others must not wait for it.
-
-    It may wait for a grammar or for more input, or need an adapter for which there is no room.
-    """
-    request = waiting.request
-    return (
-        not waiting.is_skipped and request.status.name == "WAITING" and request.lora_request is None
-    )

@@ -63,7 +63,10 @@ class SharedMemory:
         kept = os.dup(descriptor)
         weakref.finalize(self, os.close, kept)
         path = f"/proc/{os.getpid()}/fd/{kept}"
-        self.shared_filter = SharedFilter(path, num_slots * pitch_bytes, num_counters)
+        status = os.fstat(kept)
+        self.shared_filter = SharedFilter(
+            path, num_slots * pitch_bytes, num_counters, (status.st_dev, status.st_ino)
+        )
         self._layout = (self._bytes.ctypes.data, pitch_bytes, num_slots)
         self._payload_bytes = payload_bytes
         self._pitch_bytes = pitch_bytes

@@ -24,6 +24,7 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -59,7 +60,8 @@ from tests.connectors.vllm.configs import BLOCK_TOKENS, kv_cache_config, vllm_co
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYER_NAMES, LAYOUTS
 from tests.connectors.vllm.server import Server
-from tests.harness.flaky import FlakyDevice
+from tests.connectors.vllm.test_random_serving import use_device
+from tests.harness.flaky import ChaosDevice, FlakyDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -626,27 +628,40 @@ def test_blocks_are_not_written_before_the_engine_has_released_them(
 
 
 @pytest.mark.parametrize("names_blocks", [True, False])
-def test_saves_begin_before_another_connector_loads_into_their_blocks(
+def test_saves_end_before_another_connector_loads_into_their_blocks(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, names_blocks: bool
 ) -> None:
+    chaos = ChaosDevice(random.Random(1), refuse_share=0.0, fail_share=0.0)
+    use_device(chaos, monkeypatch)
     server, tokens = make_server(), prompt(1, 41)
     request = server.add("a", tokens, 1)
-    made: list[int] = []
-    commit = Lease.commit_blocks
-
-    def note(lease: Lease, block_ids: list[int], *args: Any, **options: Any) -> int:
-        made.extend(block_ids)
-        return commit(lease, block_ids, *args, **options)
-
-    monkeypatch.setattr(Lease, "commit_blocks", note)
     while not request.is_finished():
         server.step()  # the commit of the last step is held
-    computed = set(made)
     ids = list(range(1, 41)) if names_blocks else []
     blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
     other = server.add("b", prompt(2, 41), 1)
     server.connector.update_state_after_alloc(other, blocks, 0)
-    assert len(computed) < len(made) == 10
+    stopped = threading.Event()
+
+    def move() -> None:
+        while not stopped.wait(0.001):
+            chaos.move(4)
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        server.connector.build_connector_meta(SchedulerOutput.make_empty())
+        for cache in server.runners[0].caches:  # the load of the other connector
+            for block_id in range(1, 41):
+                cache.zero(block_id)
+        server.abort("b")
+        evict_all(server)
+        again = serve_and_check(server, "again", tokens, 2)
+        assert server.loaded(again) == 40
+    finally:
+        server.close()
+        stopped.set()
+        mover.join()
 
 
 def test_aborted_load_frees_its_blocks_when_it_has_ended(
@@ -694,7 +709,9 @@ def test_step_does_not_wait_for_a_load_behind_another(
 def test_step_does_not_wait_for_a_load_behind_one_that_has_not_begun(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
+    server = make_server(
+        {"load": "layerwise", "step_wait_seconds": 0.0, "admission": "arrival"}, num_blocks=64
+    )
     prompts = [prompt(seed, 41) for seed in (1, 2)]
     for seed, tokens in enumerate(prompts):
         server.add(f"before{seed}", tokens, 1)
@@ -737,7 +754,9 @@ def test_step_with_other_requests_does_not_wait_for_a_long_load(make_server: Mak
 def test_long_load_does_not_hold_a_step_that_begins_another_request(
     make_server: MakeServer,
 ) -> None:
-    server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
+    server = make_server(
+        {"load": "layerwise", "step_wait_seconds": 0.0, "admission": "arrival"}, num_blocks=64
+    )
     tokens = evicted_prompt(server, 1)
     server.add("other", prompt(2, 9), 2)
     behind = server.add("behind", tokens, 1)
@@ -992,6 +1011,23 @@ def test_failed_load_is_computed_again(
     broken.is_broken = False
     evict_all(server)
     serve_and_check(server, "c", tokens, 4)
+
+
+def test_blocks_of_a_failed_load_of_a_step_are_not_used_by_a_request_with_the_same_prompt(
+    make_server: MakeServer, broken: BrokenDevice
+) -> None:
+    server = make_server({"load": "layerwise"})
+    tokens = evicted_prompt(server, 4)
+    broken.is_broken = True
+    server.add("first", tokens, 4)
+    server.add("second", tokens, 4)
+    server.step()  # vLLM's cache has the blocks of the load before it has failed
+    server.abort("first")  # it does not compute them again
+    server.run()
+    assert server.outputs["second"] == generate(tokens, 0, 4)
+    broken.is_broken = False
+    evict_all(server)
+    serve_and_check(server, "third", tokens, 4)
 
 
 def test_load_of_an_engine_that_has_failed_is_computed_again(

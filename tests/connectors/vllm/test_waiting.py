@@ -109,7 +109,7 @@ class Line:
             for name in list(self.requests):
                 if self.asks(name):
                     if not left:
-                        break  # vLLM asks for nobody behind a request that has no room
+                        break  # vLLM asks for no request behind one that has no room
                     left -= 1
                     begun.append(name)
                     self.end(name)
@@ -148,21 +148,39 @@ def test_vllms_own_hit_counts() -> None:
     assert line.asks("host")
 
 
-def test_an_idle_server_waits_only_for_a_request_that_vllm_asks_for() -> None:
+def test_no_request_is_overtaken_after_two_steps_that_compute_nothing() -> None:
+    line = Line()
+    line.add("first")
+    line.add("cached", 90)
+    for is_idle in (False, True):
+        line.step(is_idle=is_idle)
+        assert [line.asks(name) for name in ("first", "cached")] == [False, True]
+    line.step(is_idle=True)
+    assert [line.asks(name) for name in ("first", "cached")] == [True, True]
+    line.step()
+    assert not line.asks("first")
+
+
+def test_the_others_do_not_wait_for_a_request_that_vllm_does_not_ask_for() -> None:
+    line = Line(priorities=True)
+    line.add("first", priority=2)
+    line.add("cached", 90, priority=1)  # another connector is asked before, and is not ready
+    assert not line.asks("first")
+    line.step()
+    assert not line.asks("first")
+    line.step()
+    assert line.asks("first")
+
+
+def test_the_others_do_not_wait_for_a_request_that_is_skipped() -> None:
     line = Line()
     line.add("first")
     line.add("cached", 90)
     assert not line.asks("first")
-    line.step(is_idle=True)
-    assert line.asks("first")  # for some reason, vLLM has not asked for the other
-    line.step(is_idle=True)
-    assert line.asks("first")
     assert line.asks("cached")
+    line.order.skip("cached")  # it waits for blocks of the stores
     line.step()
-    assert not line.asks("first")
-    assert line.asks("cached")  # vLLM has no room for it
-    line.step(is_idle=True)
-    assert not line.asks("first")
+    assert line.asks("first")
 
 
 def test_request_that_has_waited_for_long_is_overtaken_by_none() -> None:
@@ -195,7 +213,9 @@ def test_only_requests_of_equal_priority_overtake() -> None:
         {"lora_request": SimpleNamespace(lora_name="a", lora_path="b")},
     ],
 )
-def test_nobody_waits_for_a_request_that_vllm_does_not_schedule(change: dict[str, Any]) -> None:
+def test_the_others_do_not_wait_for_a_request_that_vllm_may_not_begin(
+    change: dict[str, Any],
+) -> None:
     line = Line()
     line.add("first")
     line.add("cached", 90, **change)
@@ -203,7 +223,7 @@ def test_nobody_waits_for_a_request_that_vllm_does_not_schedule(change: dict[str
     assert line.asks("cached")
 
 
-def test_nobody_waits_for_a_request_that_vllm_skips_although_it_may_begin() -> None:
+def test_the_others_do_not_wait_for_a_request_that_vllm_skips() -> None:
     line = Line()
     line.add("a")
     line.add("b", 90)
@@ -230,7 +250,7 @@ def test_cached_parts_are_looked_up_a_few_per_step_and_again_after_a_while() -> 
     assert line.looked_up == names
     line.cached[names[1]] = 90
     line.step()
-    assert line.asks(names[0])
+    assert line.asks(names[1])  # as much as the others, as far as is known
     line.now += LOOKUP_SECONDS
     line.step()
     assert not line.asks(names[0])
