@@ -155,7 +155,7 @@ class SharedFilter(msgspec.Struct, frozen=True):
 
 
 class StoreFilters(msgspec.Struct, frozen=True):
-    """What tells that no store that is read has a block.
+    """Filters from which a process knows that no store that is read has a block.
 
     Attributes:
         fingerprint: of the keys; see ``derive_keys``.

@@ -417,10 +417,12 @@ class S3Store(Store):
             if self._tasks:
                 await all_ended(self._tasks)
         finally:
-            await self._threads.aclose()
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+            try:
+                await self._threads.aclose()
+            finally:
+                if self._client is not None:
+                    self._client.close()
+                    self._client = None
 
     def _opened(self) -> tuple[_Client, StoreMemory]:
         if self._client is None or self._memory is None:

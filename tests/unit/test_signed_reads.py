@@ -171,6 +171,23 @@ def test_an_answer_that_does_not_come_in_time_is_an_error():
             held.set()
 
 
+def test_a_server_that_cannot_be_reached_in_time_is_left_to_the_package_for_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    attempts = 0
+
+    def connect(client: object) -> None:
+        nonlocal attempts
+        attempts += 1
+        raise TimeoutError
+
+    monkeypatch.setattr(signed_reads.http.client.HTTPConnection, "connect", connect)
+    with opened() as (_, reader):
+        assert not reader.read()
+        assert not reader.read()
+    assert attempts == 1
+
+
 def test_a_read_ends_when_it_is_unwanted():
     with opened() as (_, reader):
         reader.unwanted.set()

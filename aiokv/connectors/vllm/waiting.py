@@ -38,7 +38,7 @@ class _Waiting:
     host: int = 0  # tokens that host memory had at the last look
     looked_up: float = float("-inf")
     asked_in: int = 0  # last step in which vLLM has asked
-    is_skipped: bool = False  # then
+    is_skipped: bool = False  # it could not begin when vLLM last asked
 
 
 class WaitingOrder:

@@ -301,6 +301,13 @@ def test_a_failed_lookup_counts_as_nothing_cached() -> None:
 # --- with vLLM's scheduler ------------------------------------------------------------------------
 
 
+def _occupy(server: Server) -> None:
+    """Let a request decode."""
+    running = server.add("running", prompt(5, 60), 24)
+    while not running.num_output_tokens:
+        server.step()
+
+
 def _begun(server: Server, *names: str) -> list[str]:
     """Run until requests have begun; return them in this order."""
     begun: list[str] = []
@@ -324,9 +331,7 @@ def test_request_whose_prompt_is_in_host_memory_begins_first(
 ) -> None:
     server = make_server({"admission": admission}, num_blocks=24, async_scheduling=async_scheduling)
     cached = evicted_prompt(server, 1)
-    running = server.add("running", prompt(5, 60), 24)
-    while not running.num_output_tokens:
-        server.step()
+    _occupy(server)
     new = prompt(6, 60)
     server.add("new", new, 2)
     server.add("cached", cached, 2)
@@ -342,9 +347,7 @@ def test_request_that_waits_for_a_grammar_lets_others_begin(
 ) -> None:
     server = make_server(num_blocks=200)
     cached = evicted_prompt(server, 1)
-    running = server.add("running", prompt(5, 60), 24)
-    while not running.num_output_tokens:
-        server.step()
+    _occupy(server)
     request = server.add("new", prompt(6, 60), 2)
     waiting = server.add(
         "cached",
@@ -364,9 +367,7 @@ def test_request_that_waits_for_a_grammar_lets_others_begin(
 def test_aborted_request_is_not_waited_for(make_server: Callable[..., Server]) -> None:
     server = make_server(num_blocks=24)
     cached = evicted_prompt(server, 1)
-    running = server.add("running", prompt(5, 60), 24)
-    while not running.num_output_tokens:
-        server.step()
+    _occupy(server)
     new = server.add("new", prompt(6, 60), 2)
     server.add("cached", cached, 2)
     server.step()
