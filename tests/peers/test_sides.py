@@ -365,6 +365,7 @@ async def test_sender_that_ends_between_blocks_and_state(model, end):
             await sending.__aenter__()
             p.compute(source, tokens, 0, 40)
             await complete_blocks(device, d, 10, model)
+            closing = None
             if end == "cancel":
                 sending.cancel()
             elif end == "release":
@@ -372,7 +373,7 @@ async def test_sender_that_ends_between_blocks_and_state(model, end):
             elif end == "error":
                 await sending.__aexit__(ZeroDivisionError, ZeroDivisionError(), None)
             else:
-                await complete_during(p.engine.aclose(0.0), device)
+                closing = asyncio.create_task(p.engine.aclose(0.0))
             first = await receiving.wait()
             assert first == 0
             assert receiving.failure
@@ -380,7 +381,7 @@ async def test_sender_that_ends_between_blocks_and_state(model, end):
         assert (lease.state == "failed") == is_lost(model)
         await compute_rest(d, lease, tokens, first)
         source.release()
-        await complete_during(p.engine.aclose(0.0), device)
+        await complete_during(closing or p.engine.aclose(0.0), device)
 
 
 @MODELS
