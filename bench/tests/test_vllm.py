@@ -150,8 +150,16 @@ def test_agents_send_a_turn_after_its_answer_and_count_after_the_warm_up():
 
     with asyncio.Runner(loop_factory=clocked_loop()) as runner:
         session = [([turn], 1.5, None) for turn in range(100)]
-        load_of_two = load([session] * 3, agents=2, warm_up_seconds=10, seconds=20)
+        begun: list[int] = []
+        load_of_two = load(
+            [session] * 3,
+            agents=2,
+            warm_up_seconds=10,
+            seconds=20,
+            begin=lambda: begun.append(len(engine.order)),
+        )
         result = runner.run(load_of_two)
+        assert begun == [0, 12]
         assert [answer.token_ids[0] for answer in result.answers[::2]] == list(range(6, 19))
         assert engine.order[:4] == [[0], [0], [1], [1]]
         assert len(engine.order) == 2 * 19  # nothing is sent after the end

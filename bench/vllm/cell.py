@@ -264,15 +264,16 @@ class _Bench:
             ]
             for session in self._workload.agents
         )
-        before = _external_hit_tokens()
+        before: list[int] = []
         result = await run_agents(
             self._engine,
             sessions,
             agents=self._cell.agents,
             warm_up_seconds=warm_up,
             seconds=seconds,
+            begin=lambda: before.append(_external_hit_tokens()),
         )
-        return self._figures(f"agents, {self._cell.agents}", result, before)
+        return self._figures(f"agents, {self._cell.agents}", result, before[-1])
 
     async def compare(self) -> dict[str, Any]:
         """Answer each prompt with its KV from different places, one prompt at a time.

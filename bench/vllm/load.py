@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 _request_ids = itertools.count()
 
@@ -112,6 +112,7 @@ async def run_agents(
     agents: int,
     warm_up_seconds: float,
     seconds: float,
+    begin: Callable[[], None] = lambda: None,
 ) -> LoadResult:
     """Let ``agents`` agents take the next session each, and send its turns one after the other.
 
@@ -122,6 +123,7 @@ async def run_agents(
         warm_up_seconds: time whose answers are not counted.
         seconds: time of the measurement after it. Answers that end within it are counted; what is
             running at its end is cancelled.
+        begin: called when the warm-up and when the measurement begins.
 
     Raises:
         RuntimeError: an agent had no session left before the end.
@@ -139,6 +141,7 @@ async def run_agents(
     try:
         for phase_seconds in (warm_up_seconds, seconds):
             answers.clear()
+            begin()
             done, _ = await asyncio.wait(
                 tasks, timeout=phase_seconds, return_when=asyncio.FIRST_COMPLETED
             )
