@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv.connectors.fastdeploy import CacheManager, blocks, handovers
+from aiokv.connectors.fastdeploy import CacheManager, blocks, handovers, holdings
 from tests.connectors.fastdeploy_requests import finish, prompt, serve, start
 from tests.connectors.fastdeploy_server import BLOCK, Request, Status, fd_config
 
@@ -14,7 +14,7 @@ from tests.connectors.fastdeploy_server import BLOCK, Request, Status, fd_config
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=1.0)
-    for module in (blocks, handovers):
+    for module in (blocks, handovers, holdings):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 

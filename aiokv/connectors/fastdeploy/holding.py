@@ -11,10 +11,13 @@ from aiokv.connectors.fastdeploy.requests import prompt_length
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from aiokv import Item
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.connectors.fastdeploy.settings import Sizes
-    from aiokv.sync import EngineFuture, SyncLease
+    from aiokv.sync import Calls, EngineFuture, SyncLease
 
 
 class Holding:
@@ -126,6 +129,22 @@ class Holding:
     def is_prefilling(self) -> bool:
         """True until the prompt is scheduled and its first token has arrived."""
         return self.scheduled_tokens < self.prefill_tokens or self.last_batch > 0
+
+    def record_match(self, calls: Calls, tokens: NDArray[np.int32], *, read: bool) -> SyncLease:
+        """Begin a lease. ``read``: False for a lease that finds no cached blocks."""
+        shares = self.shares_blocks
+        return calls.match(
+            tokens,
+            items=self.items if shares else (),
+            owner=self.request.request_id,
+            read=read and shares,
+            write=shares,
+        )
+
+    def record_release(self, calls: Calls) -> None:
+        """Release the lease."""
+        if self.lease is not None:
+            calls.release(self.lease)
 
     def note_looked(self, sizes: Sizes) -> None:
         """Set ``next_outputs``, after the end of a ``schedule()`` has looked at the request."""

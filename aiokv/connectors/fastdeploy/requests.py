@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from aiokv import Item
+from aiokv.base.logs import Log
 from aiokv.base.types import as_tokens
 from aiokv.errors import UsageError
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+log = Log(__name__)
 
 _MEDIA: Final = (
     *("images", "videos", "audios"),
@@ -119,3 +122,8 @@ def _as_bytes(content_hash: Any) -> bytes:
     if isinstance(content_hash, bytes):
         return content_hash
     return str(content_hash).encode()
+
+
+def log_unshared(request: Request, error: BaseException) -> None:
+    """Log why a request shares no blocks from now on."""
+    log.warning("fastdeploy.request_not_shared", request_id=request.request_id, reason=str(error))

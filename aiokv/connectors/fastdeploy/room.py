@@ -9,11 +9,9 @@ from aiokv import Hit
 from aiokv.errors import AllocateTimeout, RequestTooLarge
 
 if TYPE_CHECKING:
-    from collections.abc import Sized
-
     from aiokv import Lease
     from aiokv.connectors.fastdeploy.handovers import Handovers
-    from aiokv.connectors.fastdeploy.settings import Sizes
+    from aiokv.connectors.fastdeploy.holdings import Holdings
     from aiokv.connectors.fastdeploy.steps import Steps
     from aiokv.sync import Answer, Calls, SyncEngine, SyncLease
 
@@ -23,7 +21,6 @@ class Room:
 
     Args:
         engine: the cache.
-        sizes: settings of the scheduler.
         steps: closes the step in which blocks were evicted.
         holdings: requests with blocks.
         handovers: prompts that arrive. An arrived block keeps the cached blocks before it, which
@@ -38,13 +35,11 @@ class Room:
     def __init__(
         self,
         engine: SyncEngine,
-        sizes: Sizes,
         steps: Steps,
-        holdings: Sized,
+        holdings: Holdings,
         handovers: Handovers,
     ) -> None:
         self._engine = engine
-        self._sizes = sizes
         self._steps = steps
         self._holdings = holdings
         self._handovers = handovers
@@ -53,10 +48,6 @@ class Room:
         self.certain = 0
         self.promised = 0
         self.reserved_blocks = 0
-
-    def note_resize(self, sizes: Sizes) -> None:
-        """Take over new sizes."""
-        self._sizes, self.certain = sizes, 0
 
     def forget(self) -> None:
         """Take back what was promised."""
@@ -96,7 +87,7 @@ class Room:
         calls = self._engine.calls()
         self.record_unreserve(calls)
         lease = calls.match([0], read=False, write=False, owner="FastDeploy")
-        num_tokens = num_blocks * self._sizes.block_tokens
+        num_tokens = num_blocks * self._holdings.sizes.block_tokens
         taken = calls.try_allocate(lease, num_tokens, reserve_blocks=0)
         calls.run(raise_errors=False)
         self.certain = 0
@@ -114,7 +105,7 @@ class Room:
         """Ask the engine; return True if so many blocks can be taken now."""
         if num_blocks <= 0:
             return True
-        if num_blocks > self._sizes.device_blocks:
+        if num_blocks > self._holdings.sizes.device_blocks:
             return False
         calls = self._engine.calls()
         self.record_unreserve(calls)
@@ -127,9 +118,9 @@ class Room:
         """Ask how many blocks can be taken: at least ``num_blocks``, or those of a step."""
         arriving, begun = self._handovers.are_arriving, self._handovers.begun_receives
         self._begun_receives = -1 if arriving else begun
-        if self._sizes.write_policy == "write_back":
+        if self._holdings.sizes.write_policy == "write_back":
             return calls.add(self._free, num_blocks)
-        limit = max(self._sizes.room_blocks(len(self._holdings)), num_blocks)
+        limit = max(self._holdings.sizes.room_blocks(len(self._holdings.by_id)), num_blocks)
         return calls.allocatable_blocks(reserve_blocks=0, limit=limit)
 
     def make(self, num_blocks: int, wait_seconds: float) -> bool:
@@ -150,7 +141,7 @@ class Room:
     def _wait_for_saves(self, num_blocks: int, wait_seconds: float) -> bool:
         lease = self._engine.match([0], read=False, write=False, owner="FastDeploy")
         future = lease.allocate(
-            num_blocks * self._sizes.block_tokens, timeout=wait_seconds, reserve_blocks=0
+            num_blocks * self._holdings.sizes.block_tokens, timeout=wait_seconds, reserve_blocks=0
         )
         has_room = True
         try:
@@ -176,14 +167,14 @@ class Room:
         Returns:
             The granted prefix by tier, and the number of blocks that can be taken for sure.
         """
-        sizes, cache, inner, hit = self._sizes, self._engine.cache, lease.inner, lease.hit
+        sizes, cache, inner, hit = self._holdings.sizes, self._engine.cache, lease.inner, lease.hit
         size = sizes.block_tokens
         end = min(prefill_tokens, hit.total + sizes.batch_tokens)
         blocks = max(-(-end // size) - hit.total // size, 0)
         if end == prefill_tokens and -end % size <= sizes.decode_slots + 1:
             ahead = sizes.decode_blocks  # due when the first token has arrived
             room = cache.free_device_blocks + cache.evictable_device_blocks
-            step = sizes.step_blocks(len(self._holdings))
+            step = sizes.step_blocks(len(self._holdings.by_id))
             if room >= hit.total // size + blocks + ahead + step:
                 blocks += ahead
         has_all = False
@@ -194,7 +185,7 @@ class Room:
             hit = _grant_hit(inner, onload)
         if sizes.write_policy == "write_back":
             return hit, cache.free_device_blocks
-        limit = sizes.room_blocks(len(self._holdings))
+        limit = sizes.room_blocks(len(self._holdings.by_id))
         return hit, cache.allocatable_blocks(reserve_blocks=0, limit=limit)
 
     def _free(self, num_blocks: int) -> int:
@@ -217,7 +208,7 @@ class Room:
         lease = self._engine.cache.match([0], read=False, write=False, owner="FastDeploy")
         has_room = False
         with suppress(RequestTooLarge):
-            num_tokens = num_blocks * self._sizes.block_tokens
+            num_tokens = num_blocks * self._holdings.sizes.block_tokens
             has_room = lease.try_allocate(num_tokens, reserve_blocks=0)
         lease.release()
         self._steps.close()
