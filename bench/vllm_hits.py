@@ -5,10 +5,14 @@
 per document. Each has 32 to 511 tokens that no other prompt has, and 64 generated tokens. The KV
 cache on the device has 98,304 tokens (12 GiB of KV of Llama 3 8B), host memory 131,072 (16 GiB).
 
+``hit_share_recorded_...`` has the questions that ``python -m bench.vllm --loads documents
+--document-clients 4 16`` sends to a GPU: 128 of 4 clients, then 320 of 16.
+
 By number of clients: ``device``: vLLM alone. ``larger``: vLLM alone with as many blocks as the
 larger of both has; its hits are those of a host memory that mirrors the device. ``offloading``:
 with vLLM's own ``OffloadingConnector``, whose transfers end at once. ``both``: with
-``AiokvConnector``. ``sum``: vLLM alone with the blocks of both.
+``AiokvConnector``, in the order of arrival: no time passes here that limits another order. ``sum``:
+vLLM alone with the blocks of both.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from bench import harness
+from bench.vllm.cell import DOCUMENT_REQUESTS, DocumentQuestions, long_documents
 from bench.vllm_scheduler import BLOCK_TOKENS, IDLE_SECONDS, Server
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 DEVICE_BLOCKS: Final = 98_304 // BLOCK_TOKENS
 HOST_BLOCKS: Final = 131_072 // BLOCK_TOKENS
@@ -31,51 +36,83 @@ DOCUMENTS: Final = 48
 REQUESTS: Final = 600
 CLIENTS: Final = (1, 4, 16)
 GENERATED: Final = 64
+VOCABULARY: Final = 50_000
+RECORDED_CLIENTS: Final = (4, 16)
+SERVERS: Final[dict[str, tuple[int, str]]] = {
+    "device": (DEVICE_BLOCKS, ""),
+    "larger": (max(DEVICE_BLOCKS, HOST_BLOCKS), ""),
+    "offloading": (DEVICE_BLOCKS, "OffloadingConnector"),
+    "both": (DEVICE_BLOCKS, "AiokvConnector"),
+    "sum": (DEVICE_BLOCKS + HOST_BLOCKS, ""),
+}
 
 
 def run(quick: bool) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     lengths = np.geomspace(1_000, 24_000, DOCUMENTS, dtype=int).tolist()
-    documents = [rng.integers(0, 50_000, length).tolist() for length in lengths]
+    documents = [_tokens(rng, length) for length in lengths]
     popularity = 1 / np.arange(1, DOCUMENTS + 1)
     count = 20 if quick else REQUESTS
     chosen = rng.choice(DOCUMENTS, count, p=popularity / popularity.sum())
     questions = [
-        documents[place] + rng.integers(0, 50_000, rng.integers(32, 511, endpoint=True)).tolist()
+        documents[place] + _tokens(rng, int(rng.integers(32, 511, endpoint=True)))
         for place in chosen
     ]
-    servers: dict[str, tuple[int, str]] = {
-        "device": (DEVICE_BLOCKS, ""),
-        "larger": (max(DEVICE_BLOCKS, HOST_BLOCKS), ""),
-        "offloading": (DEVICE_BLOCKS, "OffloadingConnector"),
-        "both": (DEVICE_BLOCKS, "AiokvConnector"),
-        "sum": (DEVICE_BLOCKS + HOST_BLOCKS, ""),
-    }
-    return {
+    results = {
         f"hit_share_{clients}_clients": {
-            name: _hit_share(*server, documents, questions, clients)
-            for name, server in servers.items()
+            name: _hit_shares(*server, documents, {clients: questions})[clients]
+            for name, server in SERVERS.items()
         }
         for clients in (CLIENTS[:1] if quick else CLIENTS)
     }
+    if not quick:
+        shares = {name: _recorded_hit_shares(*server) for name, server in SERVERS.items()}
+        for clients in RECORDED_CLIENTS:
+            results[f"hit_share_recorded_{clients}_clients"] = {
+                name: share[clients] for name, share in shares.items()
+            }
+    return results
 
 
-def _hit_share(
+def _tokens(rng: np.random.Generator, count: int) -> list[int]:
+    tokens: list[int] = rng.integers(0, VOCABULARY, count).tolist()
+    return tokens
+
+
+def _recorded_hit_shares(device_blocks: int, connector: str) -> dict[int, float]:
+    documents = long_documents()
+    questions = DocumentQuestions(documents)
+    loads = {
+        clients: [question.token_ids(VOCABULARY) for question in questions.take(count)]
+        for clients, count in DOCUMENT_REQUESTS.items()
+    }
+    return _hit_shares(
+        device_blocks,
+        connector,
+        [document.token_ids(VOCABULARY) for document in documents],
+        {clients: loads[clients] for clients in RECORDED_CLIENTS},
+    )
+
+
+def _hit_shares(
     device_blocks: int,
     connector: str,
     documents: Sequence[list[int]],
-    questions: Sequence[list[int]],
-    clients: int,
-) -> float:
-    server = Server(device_blocks, connector, host_blocks=HOST_BLOCKS)
+    loads: Mapping[int, Sequence[list[int]]],
+) -> dict[int, float]:
+    """Return the shares of the prompt tokens of each load that hit, by number of clients."""
+    extra = {"admission": "arrival"} if connector == "AiokvConnector" else None
+    server = Server(device_blocks, connector, host_blocks=HOST_BLOCKS, extra=extra)
+    shares = {}
     try:
         _serve(server, documents, 2)
-        cached = server.cached_tokens
-        _serve(server, questions, clients)
-        cached = server.cached_tokens - cached
+        for clients, questions in loads.items():
+            cached = server.cached_tokens
+            _serve(server, questions, clients)
+            shares[clients] = (server.cached_tokens - cached) / sum(map(len, questions))
     finally:
         server.close()
-    return cached / sum(map(len, questions))
+    return shares
 
 
 def _serve(server: Server, prompts: Sequence[list[int]], clients: int) -> None:

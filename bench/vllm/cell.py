@@ -216,23 +216,11 @@ class _Bench:
         documents = long_documents()
         if "long_answers" not in self._cell.loads:
             await self._load("documents", documents, clients=2)
-        rng = np.random.default_rng(1)
-        popularity = 1 / np.arange(1, _NUM_DOCUMENTS + 1)
-        question_ids = itertools.count(4_000_000_000)
-        popularity /= popularity.sum()
-
-        def questions(count: int) -> list[Prompt]:
-            chosen = rng.choice(_NUM_DOCUMENTS, count, p=popularity)
-            lengths = rng.integers(*_QUESTION_TOKENS, count, endpoint=True)
-            return [
-                _question(documents[place], int(length), next(question_ids))
-                for place, length in zip(chosen, lengths, strict=True)
-            ]
-
+        questions = DocumentQuestions(documents)
         figures = {}
         lengths_rng = np.random.default_rng(2)
         for clients, count in DOCUMENT_REQUESTS.items():
-            asked = questions(count)  # equal ones, whatever numbers of clients are chosen
+            asked = questions.take(count)  # equal ones, whatever numbers of clients are chosen
             lengths = lengths_rng.integers(*VARIED_ANSWER_TOKENS, count, endpoint=True).tolist()
             if clients in self._cell.document_clients:
                 name = f"documents_{clients}_clients"
@@ -243,8 +231,8 @@ class _Bench:
                     output_tokens=lengths if self._cell.vary_answers else LONG_ANSWER_TOKENS,
                 )
         for tokens, rate in itertools.product(self._cell.answer_tokens, self._cell.document_rates):
-            asked = questions(round(rate * _ARRIVAL_SECONDS))
-            arrivals = np.cumsum(rng.exponential(1 / rate, len(asked))).tolist()
+            asked = questions.take(round(rate * _ARRIVAL_SECONDS))
+            arrivals = np.cumsum(questions.rng.exponential(1 / rate, len(asked))).tolist()
             name = f"documents_{rate:g}_per_second_{tokens}_tokens"
             figures[name] = await self._load(name, asked, arrivals=arrivals, output_tokens=tokens)
         return figures
@@ -385,6 +373,30 @@ def long_documents() -> list[Prompt]:
     documents = [_other_of(length, 1_000 + n) for n, length in enumerate(lengths)]
     order = np.random.default_rng(0).permutation(_NUM_DOCUMENTS)
     return [documents[place] for place in order]
+
+
+class DocumentQuestions:
+    """Questions of "documents": some documents are asked about more often than others.
+
+    Attributes:
+        rng: chooses them.
+    """
+
+    def __init__(self, documents: Sequence[Prompt]) -> None:
+        self.rng = np.random.default_rng(1)
+        self._documents = documents
+        self._popularity = 1 / np.arange(1, len(documents) + 1)
+        self._popularity /= self._popularity.sum()
+        self._ids = itertools.count(4_000_000_000)
+
+    def take(self, count: int) -> list[Prompt]:
+        """Return the next ``count`` questions."""
+        chosen = self.rng.choice(len(self._documents), count, p=self._popularity)
+        lengths = self.rng.integers(*_QUESTION_TOKENS, count, endpoint=True)
+        return [
+            _question(self._documents[place], int(length), next(self._ids))
+            for place, length in zip(chosen, lengths, strict=True)
+        ]
 
 
 def _question(document: Prompt, num_tokens: int, question_id: int) -> Prompt:
