@@ -27,8 +27,8 @@ from aiokv.stores.cost import Cost
 from aiokv.stores.guard_statistics import GuardCounts
 from aiokv.stores.missing import MAX_KEYS, MissingKeys
 from aiokv.stores.opening import Opening
+from aiokv.stores.operations import Limit, Operations, error_text
 from aiokv.stores.options import without_user
-from aiokv.stores.slots import Slots
 from aiokv.stores.write_budget import WriteBudget
 
 if TYPE_CHECKING:
@@ -82,25 +82,6 @@ class _Way(NamedTuple):
     cost: Cost
 
 
-class _Limit(NamedTuple):
-    """Limit of one operation.
-
-    Attributes:
-        deadline: time of the loop.
-        is_failure: an operation that exceeds the deadline counts for the breaker.
-    """
-
-    deadline: float
-    is_failure: bool = True
-
-
-class _Ended(NamedTuple):
-    """End of an operation: its value, or the reason why there is none."""
-
-    value: Any = None
-    reason: str = ""
-
-
 class Costs(NamedTuple):
     """Durations of the operations of one store, its write budget, and what it is known not to have,
     for all groups.
@@ -143,7 +124,7 @@ class GuardedLookup:
 
     def __init__(
         self,
-        call: Callable[[bytes, _Limit], Awaitable[NDArray[np.bool_] | None]],
+        call: Callable[[bytes, Limit], Awaitable[NDArray[np.bool_] | None]],
         seconds: float,
     ) -> None:
         self._call = call
@@ -160,7 +141,7 @@ class GuardedLookup:
         if self._seconds_left <= 0:
             return None
         began = _now()
-        limit = _Limit(began + self._seconds_left, is_failure=not self._is_answered)
+        limit = Limit(began + self._seconds_left, is_failure=not self._is_answered)
         found = await self._call(keys, limit)
         self._seconds_left -= _now() - began
         self._is_answered |= found is not None
@@ -193,17 +174,13 @@ class StoreGuard:
         self._proof: Proof | None = None
         self._reads = Breaker(partial(self._log_change, "read"), use.retry_seconds)
         self._saves = Breaker(partial(self._log_change, "save"), use.retry_seconds)
-        limit = max(1, use.store.max_concurrent)
-        self._slots = Slots(limit)
-        self._lookup_slots = Slots(limit)
-        self._running: set[asyncio.Task[_Ended]] = set()
-        self._overdue: set[asyncio.Task[_Ended]] = set()
+        self._counts = GuardCounts()
+        self._operations = Operations(use.store.max_concurrent, lambda: self.is_open, self._counts)
         self._background: set[asyncio.Task[Any]] = set()
         self._opening: Opening | None = None
         self._closing: asyncio.Task[None] | None = None
         self._last_opening: asyncio.Task[None] | None = None
         self.is_open = False
-        self._counts = GuardCounts()
         self._payload_bytes = 0
         self._object_bytes = 1
         self._group = ATTENTION
@@ -264,7 +241,7 @@ class StoreGuard:
 
     async def _open_store(self, memory: StoreMemory, closing: asyncio.Task[None] | None) -> None:
         """Open the store when ``closing`` and operations from before it have ended."""
-        if before := {task for task in (closing, *self._running) if task is not None}:
+        if before := {task for task in (closing, *self._operations.running) if task is not None}:
             _, stuck = await asyncio.wait(before, timeout=CLOSE_SECONDS)
             if stuck:
                 raise StoreError(f"store {self._url} cannot be opened again: it has not closed yet")
@@ -277,7 +254,7 @@ class StoreGuard:
         except ImportError as error:
             raise ConfigError(f"store {self._url} needs a package: {error}") from error
         except Exception as error:
-            raise StoreError(f"store {self._url} cannot be opened: {_text(error)}") from error
+            raise StoreError(f"store {self._url} cannot be opened: {error_text(error)}") from error
 
     def _note_open(self, memory: StoreMemory, proof: Proof) -> None:
         self._proof = proof
@@ -300,12 +277,12 @@ class StoreGuard:
         self.is_open = False
         if self._opening is not None:
             self._opening.cancel()
-            for task in (*self._running, *self._background):
+            for task in (*self._operations.running, *self._background):
                 task.cancel()
             close = self._close_store(self._opening.task, self._closing)
             self._closing = asyncio.get_running_loop().create_task(close)
             self._opening = None
-        tasks = {*self._running, *self._background}
+        tasks = {*self._operations.running, *self._background}
         if self._closing is not None:
             tasks.add(self._closing)
         if tasks:
@@ -329,12 +306,12 @@ class StoreGuard:
                 await self.costs.writes.aclose()
             await self._store.aclose()
         except Exception as error:
-            log.warning("store.close_failed", url=self._url, reason=_text(error))
+            log.warning("store.close_failed", url=self._url, reason=error_text(error))
 
     def close_without_loop(self) -> bool:
         """Stop after the loop was closed; return False when the store may still access memory."""
         self.is_open = False
-        tasks = (*self._running, self._last_opening, self._closing)
+        tasks = (*self._operations.running, self._last_opening, self._closing)
         is_used = any(task is not None and not task.done() for task in tasks)
         if is_used:
             _native.keep_forever(self._memory)
@@ -356,7 +333,7 @@ class StoreGuard:
         return np.zeros(len(keys) // KEY_BYTES, np.bool_) if found is None else found
 
     async def _look_up(
-        self, lookup: Callable[[bytes], Awaitable[Any]], keys: bytes, limit: _Limit
+        self, lookup: Callable[[bytes], Awaitable[Any]], keys: bytes, limit: Limit
     ) -> NDArray[np.bool_] | None:
         if not keys or not self.admits_read():
             return None
@@ -365,7 +342,7 @@ class StoreGuard:
         return None if task.cancelled() else task.result()
 
     async def _call_lookup(
-        self, lookup: Callable[[bytes], Awaitable[Any]], keys: bytes, limit: _Limit
+        self, lookup: Callable[[bytes], Awaitable[Any]], keys: bytes, limit: Limit
     ) -> NDArray[np.bool_] | None:
         num_keys = len(keys) // KEY_BYTES
         self._counts.lookups += 1
@@ -373,12 +350,10 @@ class StoreGuard:
         began, missing = _now(), self.costs.missing
         num_stored = missing.num_stored
         call = partial(lookup, keys)
-        ended, _ = await self._run(
-            "lookup", call, self._lookup_slots, self._reads, limit, Priority.DEMAND
-        )
+        ended, _ = await self._operations.run("lookup", call, self._reads, limit)
         if ended is None:
             return None
-        found, reason = _array(ended, num_keys, np.bool_)
+        found, reason = ended.array(num_keys, np.bool_)
         if found is None:
             self._reads.fail("lookup", reason, _now())
             return None
@@ -401,7 +376,7 @@ class StoreGuard:
             except Exception as error:
                 if not self._has_logged_may_have:
                     self._has_logged_may_have = True
-                    log.warning("store.may_have_failed", url=self._url, reason=_text(error))
+                    log.warning("store.may_have_failed", url=self._url, reason=error_text(error))
                 return True
         return self.costs.missing.may_have_any(keys, _now())
 
@@ -423,7 +398,7 @@ class StoreGuard:
                     return
             except Exception as error:
                 if not is_logged:
-                    log.info("store.not_followed", url=self._url, reason=_text(error))
+                    log.info("store.not_followed", url=self._url, reason=error_text(error))
                 is_logged = True
                 await asyncio.sleep(FOLLOW_PAUSE_SECONDS)
 
@@ -531,15 +506,15 @@ class StoreGuard:
             num_bytes = (part.stop - part.start) * self._payload_bytes
             part_keys = keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
             call = partial(way.call, part_keys, *(array[part] for array in arrays))
-            ended, overdue = await self._run(
-                way.operation, call, self._slots, way.breaker, self._limit(), priority, accesses
+            ended, overdue = await self._operations.run(
+                way.operation, call, way.breaker, self._limit(), priority, accesses
             )
             if ended is None:
                 if overdue is not None:
                     batch.note(num_bytes, 0, _now())
                 break
             largest = Result.FAILED if way is self._loading else Result.PRESENT
-            moved, reason = _array(ended, part.stop - part.start, np.uint8, largest)
+            moved, reason = ended.array(part.stop - part.start, np.uint8, largest)
             if moved is None:
                 way.breaker.fail(way.operation, reason, _now())
                 break
@@ -604,13 +579,9 @@ class StoreGuard:
 
     async def _quarantine(self, keys: bytes) -> None:
         """Remove wrong objects, and keep saves from reusing their places on the medium."""
-        ended, _ = await self._run(
-            "quarantine",
-            lambda: self._store.quarantine(keys),
-            self._slots,
-            self._saves,
-            self._limit(),
-            Priority.BACKUP,
+        call = partial(self._store.quarantine, keys)
+        ended, _ = await self._operations.run(
+            "quarantine", call, self._saves, self._limit(), Priority.BACKUP
         )
         if ended is not None:
             if ended.reason:
@@ -633,16 +604,8 @@ class StoreGuard:
         if not self.is_open or not self.use.save:
             why = "not open" if self.use.save else "used with save=False"
             raise StoreError(f"store {self._url} was not purged: it is {why}")
-        if self._overdue:  # one of them may be a save
-            await asyncio.wait(self._overdue)
-        task = asyncio.get_running_loop().create_task(_attempt(partial(self._store.purge, label)))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        try:
-            ended = await task
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
+        # An operation beyond its deadline may be a save.
+        ended = await self._operations.run_alone(partial(self._store.purge, label))
         if ended.reason:
             raise StoreError(f"store {self._url} was not purged: {ended.reason}")
         return int(ended.value)
@@ -662,7 +625,7 @@ class StoreGuard:
     def is_late(self) -> bool:
         """Return True while loads take much longer than expected, or operations beyond their
         deadlines have not ended."""
-        return bool(self._overdue) or self.costs.load.is_late(_now())
+        return bool(self._operations.overdue) or self.costs.load.is_late(_now())
 
     def _admits_save(self) -> bool:
         """Return True when a save may be passed to the store.
@@ -682,8 +645,8 @@ class StoreGuard:
         The probe stands for a load, and so has the deadline of loads and one of their slots: while
         loads beyond their deadlines hold all slots, a further load could not run either.
         """
-        ended, _ = await self._run(
-            "probe", self._store.probe, self._slots, self._reads, self._limit(), Priority.DEMAND
+        ended, _ = await self._operations.run(
+            "probe", self._store.probe, self._reads, self._limit()
         )
         if ended is None:
             return
@@ -698,71 +661,9 @@ class StoreGuard:
         else:
             log.warning("store.available", url=self._url, operations=direction)
 
-    # --- one operation ----------------------------------------------------------------------------
-
-    async def _run(
-        self,
-        operation: str,
-        call: Callable[[], Awaitable[Any]],
-        slots: Slots,
-        breaker: Breaker,
-        limit: _Limit,
-        priority: int,
-        accesses: Accesses | None = None,
-    ) -> tuple[_Ended | None, asyncio.Task[_Ended] | None]:
-        """Run an operation of the store until its deadline.
-
-        Returns:
-            The end of the operation; or None, and its task if it has not ended yet.
-        """
-        loop = asyncio.get_running_loop()
-        seconds = limit.deadline - loop.time()
-        try:
-            has_slot = await slots.take(priority, limit.deadline)
-        except BaseException:
-            breaker.skip_probe(loop.time())
-            raise
-        if not has_slot:
-            self._counts.busy += 1
-            breaker.skip_probe(loop.time())
-            return None, None
-        # May have changed while the operation waited for a slot.
-        if not self.is_open or breaker.state == "open":
-            slots.give_back()
-            breaker.skip_probe(loop.time())
-            return None, None
-        task = loop.create_task(_attempt(call))
-        self._running.add(task)
-        task.add_done_callback(partial(self._note_end, slots))
-        if accesses is not None:
-            accesses.add(task)
-        try:
-            await asyncio.wait({task}, timeout=max(limit.deadline - loop.time(), 0.0))
-        except BaseException:
-            task.cancel()
-            breaker.skip_probe(loop.time())
-            raise
-        if task.done():
-            if task.cancelled():
-                breaker.skip_probe(loop.time())
-                return None, None
-            return task.result(), None
-        self._overdue.add(task)
-        task.cancel()
-        self._counts.timeouts += 1
-        if limit.is_failure:
-            reason = f"{operation} exceeded its deadline of {seconds:g} s"
-            breaker.fail(operation, reason, loop.time())
-        return None, task
-
-    def _limit(self) -> _Limit:
+    def _limit(self) -> Limit:
         """Return the limit of an operation that begins now, other than a lookup."""
-        return _Limit(_now() + self.use.deadline_seconds)
-
-    def _note_end(self, slots: Slots, task: asyncio.Task[_Ended]) -> None:
-        self._running.discard(task)
-        self._overdue.discard(task)
-        slots.give_back()
+        return Limit(_now() + self.use.deadline_seconds)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
@@ -787,8 +688,8 @@ class StoreGuard:
             opened=self._reads.opened + self._saves.opened,
             loaded_bytes=counts.loaded_blocks * self._payload_bytes,
             saved_bytes=counts.saved_blocks * self._payload_bytes,
-            running=len(self._running),
-            overdue=len(self._overdue),
+            running=len(self._operations.running),
+            overdue=len(self._operations.overdue),
             filter_keys=self.costs.missing.filter_keys,
             write_budget_left=1.0 if self.costs.writes is None else self.costs.writes.left,
             lookup_seconds=self.costs.lookup.latency_seconds,
@@ -809,37 +710,9 @@ class StoreGuard:
         except Exception as error:
             if not self._has_logged_statistics:
                 self._has_logged_statistics = True
-                log.warning("store.no_statistics", url=self._url, reason=_text(error))
+                log.warning("store.no_statistics", url=self._url, reason=error_text(error))
             return StoreStatistics()
-
-
-async def _attempt(call: Callable[[], Awaitable[Any]]) -> _Ended:
-    try:
-        return _Ended(await call())
-    except Exception as error:
-        return _Ended(reason=_text(error))
-
-
-def _array(
-    ended: _Ended, length: int, dtype: type[np.generic], largest: Result = Result.FAILED
-) -> tuple[NDArray[Any] | None, str]:
-    """Return the array that an operation has returned; or None, and the reason."""
-    if ended.reason:
-        return None, ended.reason
-    try:
-        array = np.asarray(ended.value, dtype)
-    except (TypeError, ValueError) as error:
-        return None, f"the results are not an array: {error}"
-    if array.shape != (length,):
-        return None, f"{length} keys have results of shape {array.shape}"
-    if dtype is np.uint8 and length and int(array.max()) > largest:
-        return None, f"a result is {int(array.max())}; the largest is {largest}"
-    return array, ""
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
