@@ -465,8 +465,10 @@ async def test_objects_beyond_the_memory_and_before_a_kill_are_on_the_disk(
 
 @pytest.mark.asyncio
 async def test_write_budget_below_admits_objects_that_are_used_again(folder: Path) -> None:
-    below = f"disk:{folder / 'disk'}?bytes=64MiB&min_free_bytes=0&write_bytes_per_day={8 * PITCH}"
-    server, blocks = HostServer(folder, f"{8 * PITCH}", below), Blocks()
+    blocks = Blocks(8, 1_000_000)  # the file of the budget, which counts too, is much smaller
+    budget = 8 * blocks.memory.pitch_bytes
+    below = f"disk:{folder / 'disk'}?bytes=64MiB&min_free_bytes=0&write_bytes_per_day={budget}"
+    server = HostServer(folder, f"{budget}", below)
     server.start()
     try:
         async with opened(HostMedium(server), blocks) as store:
