@@ -124,17 +124,18 @@ async def test_a_crash_costs_a_part_of_the_budget_and_never_adds_to_it(tmp_path:
     path, now = tmp_path / "admission", 1e9
     killed = WriteBudget([(1 << 30, DAY)], path, lambda: now)
     await killed.open()
-    for number in range(20):  # no aclose
+    for number in range(20):
         killed.admit(keys_of(number), 1_000_000, 0.0)
         await asyncio.sleep(0)
 
     async def is_written() -> bool:
         return path.exists()
 
-    await eventually(is_written)
+    await eventually(is_written)  # what follows finds no aclose
     restarted = WriteBudget([(1 << 30, DAY)], path, lambda: now)
     await restarted.open()
     assert 0 < restarted.left < killed.left
+    await killed.aclose()  # the write of the file may not have ended
 
 
 @pytest.mark.asyncio
