@@ -118,7 +118,8 @@ class HostCache:
     def hold(self, calls: Calls) -> None:
         """Let ``send_held`` post these calls."""
         self.send_held()
-        self._held = calls
+        if len(calls):  # waiting for no calls would not wait for those that were posted before
+            self._held = calls
 
     def send_held(self) -> None:
         """Let the engine make the calls that are held while the caller goes on."""

@@ -596,6 +596,21 @@ def test_steps_do_not_wait_for_their_commits(
     assert server.loaded(again) == 52  # of 52 computed positions
 
 
+def test_a_wait_for_calls_is_not_cut_short_by_a_step_without_calls(
+    make_server: MakeServer, hold_engine: HoldEngine
+) -> None:
+    server = make_server()
+    engine = server.connector.engine
+    gate, _ = hold_engine(server)
+    cache, posted = HostCache(engine), engine.calls()
+    posted.add(bool)
+    cache.post(posted)
+    cache.hold(engine.calls())
+    threading.Timer(0.01, gate.set).start()
+    cache.wait_posted()
+    assert posted.done
+
+
 def test_blocks_are_not_written_before_the_engine_has_released_them(
     make_server: MakeServer,
     monkeypatch: pytest.MonkeyPatch,
