@@ -477,6 +477,15 @@ def test_the_readme_has_the_ratios_of_hits_where_host_memory_is_short():
     assert f"{ratios[0]:.2f} to {ratios[-1]:.2f} times as many prompt tokens" in README
 
 
+@pytest.mark.parametrize(("start", "name"), [("vLLM alone", "none"), ("aiokv", "aiokv")])
+def test_memory_over_many_requests(start, name):
+    measured = results("vllm_long_run")["benches"]["vllm_long_run"][name]
+    shown = [f"{measured['rss_mib'][thousands - 1]:.0f}" for thousands in (1, 5, 10, 20)]
+    section = MEASURED[MEASURED.index("### Memory over many requests") :]
+    shown.append(f"{measured['growth_mib_per_1000']:.2f}")
+    assert cells_of(section[: section.index("### CPU time")], start)[1:] == shown
+
+
 def test_cpu_time_in_vllms_scheduler():
     scenarios = [("request_us", "miss"), ("request_us", "hit")]
     scenarios += [("step_us", "256"), ("waiting_us", "100000")]
