@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BENCHES = (
     "index",
     "index_ratio",
+    "miss_history",
     "digest",
     "policy",
     "write_budget",

@@ -1,7 +1,8 @@
 """CPU time per request of the prefix index, in the aiokv of the Python that runs this file.
 
-``python -P bench/index_loop.py FILE POLICY BLOCKS`` prints it as JSON, in µs, for prompts of token
-ids in a file of NumPy: through the API (``api_us``), and by the native core alone (``native_us``).
+``python -P bench/index_loop.py FILE POLICY BLOCKS [HISTORY]`` prints it as JSON, in µs, for prompts
+of token ids in a file of NumPy: through the API (``api_us``), and by the native core alone
+(``native_us``). HISTORY: ``miss_history_blocks``.
 The file uses only names that aiokv has had since its index had a node per block, so that
 ``bench.index_ratio`` can run it with an older checkout.
 """
@@ -34,6 +35,8 @@ CHUNK_TOKENS = 1 << 17  # prompts of this size stay in the cache of the core unt
 def main() -> None:
     path, policy, blocks = sys.argv[1], sys.argv[2], int(sys.argv[3])
     config: Any = {"block_tokens": BLOCK_TOKENS, "device_blocks": blocks, "eviction_policy": policy}
+    if len(sys.argv) > 4:
+        config["miss_history_blocks"] = int(sys.argv[4])
     gc.collect()
     gc.freeze()
     times = {

@@ -41,11 +41,11 @@ def run(quick: bool) -> dict[str, Any]:
     rounds = 1 if quick or baseline is None else ROUNDS
     with tempfile.TemporaryDirectory() as folder:
         forks = Path(folder, "forks.npz")
-        _write_forks(forks, 1 if quick else PROMPTS_PER_FORK)
+        write_forks(forks, 1 if quick else PROMPTS_PER_FORK)
         loads = {"forks": (forks, CAPACITIES[0])}
         if not quick and find_trace() is not None:
             trace = Path(folder, "trace.npz")
-            _write_trace(trace)
+            write_trace(trace, find_trace())
             loads |= {f"{blocks}_blocks": (trace, blocks) for blocks in CAPACITIES}
         return {
             f"{name}.{policy}": _compare(
@@ -56,12 +56,14 @@ def run(quick: bool) -> dict[str, Any]:
         }
 
 
-def _write_trace(path: Path) -> None:
-    requests = load_workload(str(find_trace()), None).requests
+def write_trace(path: Path, trace: Path | None, limit: int | None = None) -> None:
+    """Write the prompts of the first ``limit`` requests for ``bench/index_loop.py``."""
+    requests = load_workload(str(trace), limit).requests
     _write(path, [r.hash_ids for r in requests], [r.input_tokens for r in requests])
 
 
-def _write_forks(path: Path, prompts_per_fork: int) -> None:
+def write_forks(path: Path, prompts_per_fork: int) -> None:
+    """Write prompts that leave a common one at every block."""
     rng = np.random.default_rng(1)
     common = rng.integers(0, 100_000, FORKS * BLOCK_TOKENS)
     prompts = [
@@ -88,7 +90,7 @@ def _write(
 
 
 def _compare(baseline: str, rounds: int, *args: str | int) -> dict[str, float]:
-    pairs = [(_loop(baseline, *args), _loop(sys.executable, *args)) for _ in range(rounds)]
+    pairs = [(loop(baseline, *args), loop(sys.executable, *args)) for _ in range(rounds)]
     return {
         "requests_per_second": 1e6 / statistics.median(new["api_us"] for _, new in pairs),
         "baseline_requests_per_second": 1e6 / statistics.median(old["api_us"] for old, _ in pairs),
@@ -100,7 +102,8 @@ def _compare(baseline: str, rounds: int, *args: str | int) -> dict[str, float]:
     }
 
 
-def _loop(python: str, *args: str | int) -> dict[str, float]:
+def loop(python: str, *args: str | int) -> dict[str, float]:
+    """Run ``bench/index_loop.py``; return what it prints."""
     script = Path(__file__).with_name("index_loop.py")
     command = [python, "-P", str(script), *map(str, args)]
     times: dict[str, float] = json.loads(subprocess.check_output(command))

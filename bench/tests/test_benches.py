@@ -15,6 +15,7 @@ from bench import harness, peers_transports, redis_store
     [
         "index",
         "index_ratio",
+        "miss_history",
         "digest",
         "policy",
         "admission",
