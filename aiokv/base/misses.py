@@ -10,6 +10,7 @@ MissCause = Literal[
     "never_seen",
     "diverged",
     "evicted",
+    "other_weights",
     "other_context",
     "other_items",
     "pending",
@@ -36,6 +37,7 @@ class MissedRange(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: tokens of the blocks.
         cause: ``"never_seen"``: no known prefix continues here. ``"diverged"``: known prefixes
             continue with other tokens. ``"evicted"``: the blocks were cached, and evicted since.
+            ``"other_weights"``: the blocks were cached before the last ``updating_weights``.
             ``"other_context"``: the same tokens are or were cached for another salt or adapter.
             ``"other_items"``: the first of the blocks was cached with other multimodal items.
             ``"pending"``: another lease was computing the blocks. ``"in_store"``: a store has the

@@ -141,7 +141,7 @@ class CacheConfig:
         reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
         miss_history_blocks: evicted blocks that the engine remembers to explain misses
             (``Lease.missed``); 0 for no explanation. Each takes its token ids, 4 bytes per token,
-            and at most 70 bytes more.
+            and at most 70 bytes more; all together 32 KiB more.
         drain_timeout_seconds: how long closing waits for leases that are still held; may be
             ``math.inf``.
         verify: ``"checksum"`` compares each onloaded block with the committed one, for finding

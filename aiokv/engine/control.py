@@ -218,7 +218,8 @@ class Control:
                 self._peer_tickets.end_all("the weights are being updated")
                 # Open leases may compute with other weights from now on, so they publish nothing
                 # more.
-                self._dispatcher.apply(self._scheduler.reset("the weights are being updated"))
+                reason = "the weights are being updated"
+                self._dispatcher.apply(self._scheduler.reset(reason, new_weights=True))
                 yield
             except BaseException:
                 next_version = nonce  # the weights may have been updated in part

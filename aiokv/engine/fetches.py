@@ -251,7 +251,7 @@ class Fetches:
         try:
             async with asyncio.timeout(timeout):
                 if self._groups:
-                    await self._bring_to_boundary(lease_id, priority, comparison)
+                    await self._bring_to_boundary(lease_id, priority, comparison, newest)
                 else:
                     await self._bring(lease_id, priority, comparison, newest)
         except TimeoutError:
@@ -457,7 +457,11 @@ class Fetches:
         return reached, digests
 
     async def _bring_to_boundary(
-        self, lease_id: int, priority: Priority, comparison: Comparison | None
+        self,
+        lease_id: int,
+        priority: Priority,
+        comparison: Comparison | None,
+        newest: _Newest,
     ) -> None:
         """Bring the blocks before a boundary, and the copies of other groups that a hit needs.
 
@@ -465,17 +469,25 @@ class Fetches:
         next best boundary is tried.
         """
         search = await self._find_boundaries(lease_id)
+        newest.stored_blocks = search.best(None)
         if comparison is not None:
-            await self._bring_to_boundary_while_sooner(lease_id, priority, search, comparison)
+            await self._bring_to_boundary_while_sooner(
+                lease_id, priority, search, comparison, newest
+            )
             return
         while end := search.best(None):
-            reached, _ = await self._bring_blocks(lease_id, end, priority, _Newest())
+            reached, _ = await self._bring_blocks(lease_id, end, priority, newest)
             search.note_blocks(reached, is_end=reached < end)
             if reached >= end and await self._bring_copies(lease_id, end, priority, search):
                 return
 
     async def _bring_to_boundary_while_sooner(
-        self, lease_id: int, priority: Priority, search: BoundarySearch, comparison: Comparison
+        self,
+        lease_id: int,
+        priority: Priority,
+        search: BoundarySearch,
+        comparison: Comparison,
+        newest: _Newest,
     ) -> None:
         """Bring a boundary's blocks in parts, then its copies, while this is sooner than computing.
 
@@ -487,22 +499,24 @@ class Fetches:
             place = self._line.enter(search.seconds(end))
             try:
                 if not await self._turn(place, _share_of(search, end, comparison), comparison):
+                    newest.left = "late"
                     return
                 while end := search.best(comparison):
                     self._line.note(place, search.seconds(end))
                     first, _ = self._read.missing(lease_id)
                     if first < end:
                         is_short = not await self._bring_part_of_boundary(
-                            lease_id, first, end, priority, search, comparison
+                            lease_id, first, end, priority, search, comparison, newest
                         )
                     elif await self._bring_copies_in_time(
-                        lease_id, end, priority, search, comparison
+                        lease_id, end, priority, search, comparison, newest
                     ):
                         return
             finally:
                 self._line.leave(place)
         boundary = search.best(None)
         if boundary and not is_short:
+            newest.left = "declined"
             self._requests.note_declined_fetch()
             self._probe(lease_id, comparison, boundary)
 
@@ -514,12 +528,13 @@ class Fetches:
         priority: Priority,
         search: BoundarySearch,
         comparison: Comparison,
+        newest: _Newest,
     ) -> bool:
         """Fetch the next part of the blocks of a boundary; return True if all of it has arrived."""
         loop = self._lifetime.loop
         part = comparison.first_part(search.block_seconds(first, end))
         began = loop.time()
-        reached = await self._bring_part(lease_id, first, part, priority, comparison, _Newest())
+        reached = await self._bring_part(lease_id, first, part, priority, comparison, newest)
         elapsed = (loop.time() - began) / self._line.num_fetching
         is_whole = reached >= first + part.blocks
         search.note_part(first, reached, part.seconds, elapsed)
@@ -533,6 +548,7 @@ class Fetches:
         priority: Priority,
         search: BoundarySearch,
         comparison: Comparison,
+        newest: _Newest,
     ) -> bool:
         """Do as ``_bring_copies``, but return True if late copies have ended the wait."""
         share = _share_of(search, end, comparison)
@@ -541,6 +557,7 @@ class Fetches:
             async with asyncio.timeout(comparison.patience(share.blocks, seconds)):
                 return await self._bring_copies(lease_id, end, priority, search, is_compared=True)
         except TimeoutError:
+            newest.left = "late"
             self._requests.note_late_fetch()
             return True
 

@@ -1116,9 +1116,14 @@ class CacheScheduler:
         return (evicted, saving), self._settle()
 
     @guarded
-    def reset(self, reason: str) -> Done:
-        """Drop all cached blocks and pins. Open leases keep their blocks, but publish no more."""
-        self._core.reset()
+    def reset(self, reason: str, *, new_weights: bool = False) -> Done:
+        """Drop all cached blocks and pins. Open leases keep their blocks, but publish no more.
+
+        Args:
+            reason: why, for the errors of pins.
+            new_weights: True to explain later misses of these blocks by the change of the weights.
+        """
+        self._core.reset(new_weights=new_weights)
         self.pins.end_all(reason)
         self._pending.all_withdrawn()
         return None, self._settle()

@@ -13,6 +13,7 @@ from aiokv.statistics import MissedRange
 from aiokv.sync import SyncEngine
 from aiokv.testing import running_clock
 from tests.harness.cache import prompt
+from tests.integration.test_stored_windows import filled, windowed
 from tests.integration.test_stores import StoreCache, restarted
 
 OPTIONS = {"device_blocks": 4, "block_tokens": 4, "strict": False}
@@ -176,6 +177,31 @@ async def test_reset_forgets_evicted_tokens(windows: dict[str, WindowGroup]) -> 
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("options", [{}, {"windows": {"local": WINDOW}}, {"host_blocks": 8}])
+async def test_blocks_of_other_weights(is_held: bool, options: dict[str, Any]) -> None:
+    items = [Item(b"a", 5, 2)]
+    async with make_engine(64, **options) as engine:
+        await serve(engine, PROMPT, items=items)
+        await serve(engine, [*PROMPT[:8], 50, 51, 52, 53, 54], items=items)
+        await engine.drain()
+        lease = await engine.match(PROMPT[:9], items=items)
+        await lease.allocate(9)
+        if not is_held:
+            lease.release()
+        async with engine.updating_weights():
+            pass
+        lease.release()
+        (missed,) = await serve(engine, PROMPT, items=items)
+        assert (missed.num_tokens, missed.cause) == (12, "other_weights")
+        (missed,) = await serve(engine, [*PROMPT[:8], 50, 51, 52, 53, 54], items=items)
+        assert (missed.first_token, missed.num_tokens, missed.cause) == (8, 4, "other_weights")
+        for tier in ("device", "host"):
+            await engine.evict(8, tier)
+        assert {m.cause for m in await serve(engine, PROMPT, items=items)} == {"evicted"}
+
+
+@pytest.mark.asyncio
 async def test_without_history_nothing_is_explained() -> None:
     async with make_engine(history=0) as engine:
         assert await serve(engine, PROMPT) == []
@@ -189,3 +215,46 @@ def test_missed_in_a_thread() -> None:
         (missed,) = lease.missed
         lease.release()
     assert missed == MissedRange(first_token=0, num_tokens=12, cause="never_seen")
+
+
+@pytest.mark.asyncio
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("loads", "options", "wait_store", "why"),
+    [
+        ("held", {}, 1.0, "late"),
+        ("held", {"prefill_tokens_per_second": 100.0}, math.inf, "late"),
+        ("slow", {"prefill_tokens_per_second": 100.0}, math.inf, "declined"),
+        ("wrong", {}, math.inf, "failed"),
+    ],
+)
+async def test_windows_that_a_store_has_say_why_they_were_not_fetched(
+    loads: str, options: dict[str, Any], wait_store: float, why: str
+) -> None:
+    tokens, other = [*range(21)], [*range(100, 121)]
+    store = await filled(tokens, other)
+    async with windowed(store, miss_history_blocks=16, **options) as model:
+        if loads == "held":
+            store.hold("load")
+        elif loads == "wrong":
+            store.parts["far"].corrupt("load", block=0)
+        else:
+            store.delay("load", seconds=1.0)
+            measuring = asyncio.create_task(model.engine.prefetch(other))
+            await running_clock().advance(5.0)
+            await measuring
+        lease = await model.engine.match(tokens)
+        granted = asyncio.create_task(lease.allocate(21, wait_store=wait_store))
+        await running_clock().advance(10.0)
+        await granted
+        assert lease.cached_tokens < 20
+        (missed,) = lease.missed
+        assert (missed.first_token, missed.cause, missed.store) == (
+            lease.cached_tokens,
+            "in_store",
+            why,
+        )
+        assert missed.num_tokens == 20 - missed.first_token
+        lease.release()
+        store.end_script()
+        await running_clock().advance(1.0)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     Key = tuple[str, Prefix]
     Miss = tuple[str, object]  # cause and its fact
 
+OTHER_WEIGHTS = -1  # instead of the lease that evicted a block
+
 
 class MissOracle:
     """Compares the blocks of the core before and after each call, and keeps what it has lost."""
@@ -37,13 +39,19 @@ class MissOracle:
             self._lost[key] = demand
         self._cached = now
 
+    def change_weights(self) -> None:
+        """Note that a call has dropped all blocks, because the weights have changed."""
+        self._lost = dict.fromkeys([*self._cached, *self._lost], OTHER_WEIGHTS)
+        self._cached = set()
+        self._promised = {}
+
     def promise(self, lease: int, context: str, tokens: Sequence[int], cached: int) -> None:
         """Note that a lease computes the rest of its prompt behind ``cached`` blocks."""
         self._promised[lease] = (context, tuple(tokens), cached)
 
     def end(self, lease: int) -> None:
         """Note that a lease computes nothing more."""
-        del self._promised[lease]
+        self._promised.pop(lease, None)
 
     def _prefix(self, tokens: Sequence[int], blocks: int) -> Prefix:
         return tuple(tokens[: blocks * self._block_tokens])
@@ -76,7 +84,9 @@ class MissOracle:
         causes: list[Miss] = [("pending", owned)] * pending
         for block in range(cached + pending, limit):
             if block < known:
-                causes.append(("evicted", self._lost[context, self._prefix(tokens, block + 1)]))
+                demand = self._lost[context, self._prefix(tokens, block + 1)]
+                is_other = demand == OTHER_WEIGHTS
+                causes.append(("other_weights", None) if is_other else ("evicted", demand))
             elif block < elsewhere:
                 causes.append(("other_context", None))
             else:

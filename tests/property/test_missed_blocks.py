@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.models.missed_blocks import Miss
 
 BLOCK = 3
-CAUSES = {"never_seen", "diverged", "evicted", "other_context", "pending"}
+CAUSES = {"never_seen", "diverged", "evicted", "other_weights", "other_context", "pending"}
 
 
 def _prompt(rng: random.Random, earlier: list[list[int]]) -> list[int]:
@@ -56,6 +56,11 @@ def test_causes_of_random_walks_equal_the_oracle(policy: str) -> None:
         earlier: list[list[int]] = []
         held: list[tuple[int, int]] = []
         for _ in range(120):
+            if rng.random() < 0.03:
+                core.reset(new_weights=True)
+                oracle.change_weights()
+                assert core.violations() == []
+                continue
             if held and (len(held) > 2 or rng.random() < 0.4):
                 lease, n = held.pop(rng.randrange(len(held)))
                 core.commit(lease, n, 0)

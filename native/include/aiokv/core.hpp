@@ -351,7 +351,8 @@ class Core {
     }
     void forget_device() { tiers_.forget_device(); }
     void forget_host() { tiers_.forget_host(); }
-    void reset();
+    // `new_weights`: the history keeps what was cached, as blocks of other weights.
+    void reset(bool new_weights = false);
     // Makes all blocks of a salt unmatchable: see Tiers::purge().
     void purge(std::string_view salt);
     // No store has the first block of missing().

@@ -30,11 +30,15 @@ struct Eviction {
 
 class EvictedRuns {
   public:
+    // Tag of the first run that is evicted below a block. Most blocks have one at most, so their
+    // token ids need not be hashed.
+    static constexpr std::uint32_t kFirst = 0;
+
     struct Run {
         NodeId first = kNone;
         std::uint32_t length = 0;
         NodeId parent = kNone;  // of the first block: in the tree, or in another run
-        std::uint32_t tag = 0;  // of the token ids of the first block
+        std::uint32_t tag = 0;  // of the token ids of the first block, or kFirst
         RunId next = kNoRun;    // in the bucket, or in the free list
         RunId older = kNoRun;
         RunId newer = kNoRun;
@@ -44,18 +48,26 @@ class EvictedRuns {
     };
 
     // `limit`: most blocks in the history; 0 for none.
-    explicit EvictedRuns(std::uint32_t limit) : limit_(limit) {}
+    explicit EvictedRuns(std::uint32_t limit)
+        : limit_(limit), first_tokens_(limit > 0 ? 1 << kTokenBits : 0) {}
 
     std::uint32_t limit() const { return limit_; }
     std::uint32_t blocks() const { return blocks_; }
     // Returns true if a run below the block was evicted, even if the run is forgotten.
     bool is_above(NodeId slot) const { return slot < above_.size() && above_[slot]; }
+    // Returns false if no prompt has begun with this token.
+    bool may_begin_with(std::int32_t token) const { return first_tokens_[bit_of(token)]; }
+    void note_first_token(std::int32_t token) {
+        if (limit_ > 0) first_tokens_[bit_of(token)] = true;
+    }
     bool is_below_root(NodeId root) const { return below_roots_.contains(root); }
     // Roots that no run is below any more, since the last call.
     std::vector<NodeId> take_bare_roots() { return std::exchange(bare_roots_, {}); }
 
     // Sets the reason of the evictions that follow.
     void begin_eviction(EvictionCause cause, std::uint64_t demand);
+    // Gives all runs the reason that was set last. `moved`: new slots of blocks above them.
+    void change_reasons(const std::unordered_map<NodeId, NodeId>& moved);
     void set_from_host(bool from_host) { reason_.from_host = from_host; }
 
     const Run& operator[](RunId id) const { return runs_[id]; }
@@ -85,6 +97,10 @@ class EvictedRuns {
     std::size_t bytes() const;
 
   private:
+    static constexpr std::uint32_t kTokenBits = 18;
+    static std::uint32_t bit_of(std::int32_t token) {
+        return static_cast<std::uint32_t>(token) * 0x9e3779b1 >> (32 - kTokenBits);
+    }
     std::size_t bucket(NodeId parent, std::uint32_t tag) const {
         const std::uint64_t key = (std::uint64_t{parent} << 32 | tag) * 0x9e3779b97f4a7c15;
         return (key >> 32) & (buckets_.size() - 1);
@@ -105,6 +121,7 @@ class EvictedRuns {
     RunId newest_ = kNoRun;
     std::vector<RunId> buckets_;                             // their number is a power of two
     std::vector<bool> above_;                                // by slot
+    std::vector<bool> first_tokens_;                         // of prompts, by bit_of()
     std::unordered_map<NodeId, std::uint32_t> below_roots_;  // number of runs by root
     std::vector<NodeId> bare_roots_;
 };
@@ -114,13 +131,14 @@ enum class MissCause : std::uint8_t {
     kNeverSeen,     // no known prefix continues here
     kDiverged,      // known prefixes continue with other tokens
     kEvicted,       // see `eviction`
+    kOtherWeights,  // cached before the last change of the weights
     kOtherContext,  // cached for another salt or adapter
     kOtherItems,    // cached with other items, or behind such blocks
     kPending,       // another lease is computing them
     kInStore,       // a store has them; see `left`
     kUnusable,      // cached, but a hit cannot have them
 };
-constexpr std::size_t kMissCauses = 8;
+constexpr std::size_t kMissCauses = 9;
 
 // Why blocks that a store has were not fetched.
 enum class StoreMiss : std::uint8_t {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 
 #include "aiokv/core_types.hpp"
 #include "aiokv/index.hpp"
@@ -46,6 +47,7 @@ class Misses {
     MissedRun other_context(const Lease& lease, std::size_t first, std::size_t limit) const;
     template <class Visit>
     void for_some_behind(NodeId known, Visit visit) const;
+    bool continues_with(NodeId known, std::span<const std::int32_t> tokens) const;
     bool has_other_items(const Lease& lease, Place place) const;
     bool is_known_end(const Lease& lease, Place place) const;
 

@@ -248,14 +248,16 @@ class PrefixTree {
     }
     // Fetches what unlink() reads of a node. Call some time before it.
     void prefetch_tag(NodeId node) const { __builtin_prefetch(tokens(node)); }
-    // Removes the node from the children of its parent. Its own children stay below it.
-    void unlink(NodeId node);
+    // Removes the node from the children of its parent. Its own children stay below it. Returns its
+    // tag if that was computed, or 0.
+    std::uint32_t unlink(NodeId node);
     // Forgets the children of a node. The node is or becomes detached, and so do the children.
     void forget_children(NodeId node);
     // `evicted_from`: its former parent, if the history shall remember the block.
     void free(NodeId node, NodeId evicted_from = kNone);
     // Frees all blocks of a run. They are detached, and their children are or become detached.
-    void free_run(RunId id);
+    // `keeps_slots`: the caller will retire() them.
+    void free_run(RunId id, bool keeps_slots = false);
     // Frees all blocks except the roots and those of the runs in `kept`, without access to them.
     // They must be in no queue, and the kept ones detached.
     void clear(std::span<const NodeId> roots, std::span<const RunId> kept);
@@ -266,6 +268,12 @@ class PrefixTree {
     EvictedRuns& evicted() { return evicted_; }
     const EvictedRuns& evicted() const { return evicted_; }
     void forget_history();
+    // Moves blocks that have left the tree to the history, or frees them without one. They have
+    // consecutive slots, each block the child of the one before it. `hash`: tag(first), or 0.
+    void retire(NodeId first, std::uint32_t count, NodeId parent, std::uint32_t hash = 0);
+    // Copies token ids and items of the first blocks, at least one, to slots that the caller will
+    // retire(). Returns these.
+    BlockPool::Extent copy_slots(NodeId first, std::uint32_t count);
     // An evicted run whose leading blocks hold the requested tokens.
     struct EvictedPart {
         RunId run = kNoRun;
@@ -348,7 +356,8 @@ class PrefixTree {
     }
     BlockPool::Extent take_slots(std::size_t count);
     void free_slots(NodeId first, std::uint32_t count);
-    void retire(NodeId first, std::uint32_t count, NodeId parent);
+    // Returns the tag of an evicted run that begins with `node`. `hash`: tag(node), or 0.
+    std::uint32_t evicted_tag(NodeId node, NodeId parent, std::uint32_t hash = 0) const;
     void forget_evicted(RunId id);
     void forget_orphans();
     BlockPool::Extent revive(NodeId parent, const std::int32_t* tokens,

@@ -176,7 +176,7 @@ class Residency {
     // Evicts all host blocks. Requires that no lease and no transfer needs one.
     void forget_host();
     // Makes all blocks unmatchable.
-    void detach_all();
+    void detach_all(bool new_weights);
     // Makes all blocks of a context unmatchable.
     void drop_context(NodeId root);
     // Evicts blocks beyond the new size, and those below them in the tree, from the device; blocks
@@ -247,7 +247,8 @@ class Residency {
     };
     std::optional<Leased> find_leased() const;
     void drop_all_but(const Leased& leased);
-    bool drop_unused(RunId id);
+    bool drop_unused(RunId id, bool keeps_slots = false);
+    void retire_all();
     void free_if_unowned(NodeId node, NodeId evicted_from = kNone);
     void begin_eviction(EvictionCause cause, LeaseId demand = 0) {
         tree_.evicted().begin_eviction(cause, demand);

@@ -44,7 +44,7 @@ class Tiers {
     void forget_host();
     // Makes all blocks unmatchable. Leases keep their blocks, but those that they commit are not
     // indexed.
-    void reset();
+    void reset(bool new_weights);
     // Makes all blocks of some contexts unmatchable. Leases in them keep their blocks, but use and
     // publish no others from now on.
     void purge(const std::vector<bool>& contexts);

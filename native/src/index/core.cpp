@@ -294,9 +294,9 @@ Digest Core::prompt_digest(LeaseId id, std::int64_t num_tokens) const {
     return index_.prompt_digest(lease, static_cast<std::uint32_t>(num_tokens));
 }
 
-void Core::reset() {
+void Core::reset(bool new_weights) {
     external_.saves().reset();
-    tiers_.reset();
+    tiers_.reset(new_weights);
     peers_.end_all();
 }
 

@@ -10,6 +10,18 @@ void EvictedRuns::begin_eviction(EvictionCause cause, std::uint64_t demand) {
     if (limit_ > 0) reason_ = {tick_nanoseconds(), demand, cause, false};
 }
 
+void EvictedRuns::change_reasons(const std::unordered_map<NodeId, NodeId>& moved) {
+    for (RunId id = oldest_; id != kNoRun; id = runs_[id].newer) {
+        runs_[id].eviction = reason_;
+        const auto parent = moved.find(runs_[id].parent);
+        if (parent == moved.end()) continue;
+        unlink(id);
+        runs_[id].parent = parent->second;
+        link(id);
+        note_above(parent->second);
+    }
+}
+
 void EvictedRuns::link(RunId id) {
     RunId& head = buckets_[bucket(runs_[id].parent, runs_[id].tag)];
     runs_[id].next = std::exchange(head, id);
@@ -81,7 +93,9 @@ void EvictedRuns::take_front(RunId id, std::uint32_t count, std::uint32_t tag) {
 
 void EvictedRuns::clear() {
     const Eviction reason = reason_;
+    std::vector<bool> first_tokens = std::move(first_tokens_);
     *this = EvictedRuns(limit_);
+    first_tokens_ = std::move(first_tokens);
     reason_ = reason;
 }
 
@@ -93,7 +107,7 @@ void EvictedRuns::forget_children(NodeId first, std::uint32_t count) {
 
 std::size_t EvictedRuns::bytes() const {
     return runs_.capacity() * sizeof(Run) + buckets_.capacity() * sizeof(RunId) +
-           above_.capacity() / 8;
+           (above_.capacity() + first_tokens_.capacity()) / 8;
 }
 
 }  // namespace aiokv

@@ -8,14 +8,16 @@ namespace {
 
 constexpr std::size_t kOtherContexts = 16;  // contexts that a miss is looked up in
 constexpr std::size_t kSiblings = 1024;     // known prefixes that a prompt is compared with
+constexpr std::size_t kFewSiblings = 16;    // most prompts begin alike
 
-// Returns true if both were evicted for the same reason. Blocks of a call may be evicted one by
-// one.
+// Returns true if both have left for the same reason. Blocks of a call may be evicted one by one.
 bool continues(const MissedRun& run, const MissedRun& next) {
     const auto reason = [](const MissedRun& of) {
         return std::tuple(of.cause, of.eviction.cause, of.eviction.demand, of.eviction.from_host);
     };
-    return next.cause == MissCause::kEvicted && reason(run) == reason(next);
+    const bool has_left =
+        next.cause == MissCause::kEvicted || next.cause == MissCause::kOtherWeights;
+    return has_left && reason(run) == reason(next);
 }
 
 }  // namespace
@@ -82,7 +84,10 @@ void Misses::explain(Lease& lease, std::size_t limit) {
     };
     const NodeId hit_end = at == 0 ? index_.root_of(lease) : lease.path.back();
     Place place = follow_tree({hit_end, at}, lease, limit);
-    note(place.block, {.cause = MissCause::kUnusable});
+    const bool has_groups = !config_.windows.empty() || config_.state_slots > 0;
+    if (!has_groups || lease.stored_blocks < place.block) {  // else only other groups are missing
+        note(place.block, {.cause = MissCause::kUnusable});
+    }
     if (!promises_.empty()) {
         const Pending pending = promises_.find(place.node, lease, at, limit);
         note(at + pending.blocks, {.cause = MissCause::kPending, .owner = pending.owner});
@@ -92,7 +97,9 @@ void Misses::explain(Lease& lease, std::size_t limit) {
     lease.stored_blocks = 0;
     place =
         follow_history(place, lease, limit, [&](std::size_t, std::size_t end, const Eviction& e) {
-            note(end, {.cause = MissCause::kEvicted, .eviction = e});
+            const bool by_reset = e.cause == EvictionCause::kReset;  // only those with new weights
+            note(end, {.cause = by_reset ? MissCause::kOtherWeights : MissCause::kEvicted,
+                       .eviction = e});
         });
     if (at < limit) {
         const MissedRun other = other_context(lease, at, limit);
@@ -120,23 +127,40 @@ void Misses::for_some_behind(NodeId known, Visit visit) const {
     });
 }
 
+// Returns true if one of the latest known prefixes behind a block continues with these tokens.
+bool Misses::continues_with(NodeId known, std::span<const std::int32_t> tokens) const {
+    const PrefixTree& tree = index_.tree();
+    bool found = false;
+    const auto compare = [&](NodeId child) {
+        found = found || std::ranges::equal(tokens, std::span(tree.tokens(child), tokens.size()));
+    };
+    for (const std::size_t children : {kFewSiblings, kSiblings}) {
+        if (!found && tree.is_live(known)) tree.for_some_children(known, children, compare);
+    }
+    const EvictedRuns& evicted = tree.evicted();
+    RunId id = evicted.newest();
+    for (std::size_t i = 0; i < kSiblings && id != kNoRun && !found; ++i, id = evicted[id].older) {
+        const EvictedRuns::Run& run = evicted[id];
+        if (run.parent == known) compare(run.first);
+        if (run.contains(known) && run.contains(known + 1)) compare(known + 1);
+    }
+    return found;
+}
+
 // Returns true if the tokens of the block at this place are known with other items.
 bool Misses::has_other_items(const Lease& lease, Place place) const {
     if (key_of(lease.item_keys, place.block) == kNoItems) return false;
-    const PrefixTree& tree = index_.tree();
-    const std::int32_t* prompt = tokens_of(lease, place.block);
-    bool found = false;
-    for_some_behind(place.node, [&](NodeId child) {
-        found = found || std::equal(prompt, prompt + config_.block_tokens, tree.tokens(child));
-    });
-    return found;
+    return continues_with(place.node, {tokens_of(lease, place.block), config_.block_tokens});
 }
 
 // Returns true if known prefixes continue behind this place. At the beginning of a prompt, one of
 // them must share its first token.
 bool Misses::is_known_end(const Lease& lease, Place place) const {
     const PrefixTree& tree = index_.tree();
-    if (place.block == 0) return divergence(lease, {.known = place.node}).has_value();
+    if (place.block == 0) {
+        const std::span<const std::int32_t> first(tokens_of(lease, 0), 1);
+        return tree.evicted().may_begin_with(first[0]) && continues_with(place.node, first);
+    }
     const bool is_parent = tree.is_live(place.node) && tree.has_child(place.node);
     return place.is_in_run || is_parent || tree.evicted().is_above(place.node);
 }

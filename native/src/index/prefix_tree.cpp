@@ -159,15 +159,31 @@ void PrefixTree::free_slots(NodeId first, std::uint32_t count) {
 
 // -- history ---------------------------------------------------------------------------------
 
-// Moves the blocks of a run that have left the tree to the history, or frees them without one.
-void PrefixTree::retire(NodeId first, std::uint32_t count, NodeId parent) {
+std::uint32_t PrefixTree::evicted_tag(NodeId node, NodeId parent, std::uint32_t hash) const {
+    if (!evicted_.is_above(parent)) return EvictedRuns::kFirst;
+    return hash != 0 ? hash : tag(node);
+}
+
+void PrefixTree::retire(NodeId first, std::uint32_t count, NodeId parent, std::uint32_t hash) {
     if (count > evicted_.limit()) {
         has_orphans_ = has_orphans_ || evicted_.blocks() > 0;
         return free_slots(first, count);
     }
     live_ -= count;
-    evicted_.add(first, count, parent, nodes_[parent].has(kRoot), tag(first));
+    evicted_.add(first, count, parent, nodes_[parent].has(kRoot), evicted_tag(first, parent, hash));
     while (evicted_.blocks() > evicted_.limit()) forget_evicted(evicted_.oldest());
+}
+
+BlockPool::Extent PrefixTree::copy_slots(NodeId first, std::uint32_t count) {
+    const BlockPool::Extent copy = take_slots(count);
+    const auto to = static_cast<NodeId>(copy.first);
+    std::copy_n(tokens(first), copy.count * stride_, &tokens_[std::size_t{to} * stride_]);
+    for (NodeId i = 0; i < copy.count; ++i) {
+        if (!nodes_[first + i].has(kHasItems)) continue;
+        nodes_[to + i].set(kHasItems);
+        item_keys_.attach(to + i, items(first + i));
+    }
+    return copy;
 }
 
 void PrefixTree::forget_evicted(RunId id) {
@@ -198,7 +214,8 @@ PrefixTree::EvictedPart PrefixTree::find_evicted(NodeId parent, const std::int32
     if (limit == 0 || !evicted_.is_above(parent)) return {};
     const ItemKey key = key_of(items, 0);
     const auto matches = [&](NodeId first) { return equal(first, tokens, key); };
-    const RunId id = evicted_.find(parent, tag(tokens, key), matches);
+    RunId id = evicted_.find(parent, EvictedRuns::kFirst, matches);
+    if (id == kNoRun) id = evicted_.find(parent, tag(tokens, key), matches);
     if (id == kNoRun) return {};
     const EvictedRuns::Run& run = evicted_[id];
     const auto most = std::min<std::size_t>(run.length, limit);
@@ -212,7 +229,8 @@ BlockPool::Extent PrefixTree::revive(NodeId parent, const std::int32_t* tokens,
     if (part.blocks == 0) return {0, 0};
     const EvictedRuns::Run run = evicted_[part.run];
     const NodeId next = run.first + part.blocks;
-    evicted_.take_front(part.run, part.blocks, part.blocks < run.length ? tag(next) : 0);
+    evicted_.take_front(part.run, part.blocks,
+                        part.blocks < run.length ? evicted_tag(next, next - 1) : 0);
     live_ += part.blocks;
     for (NodeId slot = run.first; slot < next; ++slot) {
         const std::uint16_t kept = nodes_[slot].has(kHasItems) ? kHasItems : 0;
@@ -408,6 +426,7 @@ void PrefixTree::add_chain(NodeId parent, const std::int32_t* tokens,
         }
         label(open_run(first, extent.count, parent));
         link(first, source);
+        if (nodes_[parent].has(kRoot)) evicted_.note_first_token(*source);
         append_nodes(first, extent.count, path);
         parent = first + extent.count - 1;
         added += extent.count;
@@ -450,21 +469,23 @@ void PrefixTree::free_fork(std::uint32_t child) {
     free_forks_.push_back(child & ~kFork);
 }
 
-void PrefixTree::unlink(NodeId node) {
+std::uint32_t PrefixTree::unlink(NodeId node) {
     split_before(node);
     const NodeId parent = std::exchange(run(node).parent, kNone);
     std::uint32_t& child = run(parent).child;
     if (!is_fork(child)) {
         child = kNone;
-        return;
+        return 0;
     }
     ChildSet& fork = this->fork(child);
-    fork.erase(tag(node), node);
+    const std::uint32_t hash = tag(node);
+    fork.erase(hash, node);
     fork.device_children -= nodes_[node].has(kDeviceResident);
-    if (fork.size() > 1) return;
+    if (fork.size() > 1) return hash;
     const std::uint32_t set = child;
     fork.for_each([&](NodeId only) { child = only; });
     free_fork(set);
+    return hash;
 }
 
 void PrefixTree::forget_children(NodeId node) {
@@ -493,12 +514,13 @@ void PrefixTree::free(NodeId node, NodeId evicted_from) {
     free_slots(node, 1);
 }
 
-void PrefixTree::free_run(RunId id) {
+void PrefixTree::free_run(RunId id, bool keeps_slots) {
     const Run run = runs_[id];
     if (is_fork(run.child)) free_fork(run.child);
+    close_run(id);
+    if (keeps_slots) return;
     has_orphans_ = has_orphans_ || evicted_.blocks() > 0;
     free_slots(run.first, run.length);
-    close_run(id);
 }
 
 void PrefixTree::clear(std::span<const NodeId> roots, std::span<const RunId> kept) {
@@ -538,10 +560,10 @@ void PrefixTree::trim(RunId id, std::uint32_t count) {
     if (run.child != kNone) throw InternalError("a node with children was freed");
     const NodeId first = run.last() - count + 1;
     const NodeId parent = count == run.length ? run.parent : first - 1;
-    if (count == run.length) unlink(run.first);
+    const std::uint32_t hash = count == run.length ? unlink(run.first) : 0;
     run.length -= count;
     if (run.length == 0) close_run(id);
-    retire(first, count, parent);
+    retire(first, count, parent, hash);
 }
 
 void PrefixTree::check(Report& report) const {

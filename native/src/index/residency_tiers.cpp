@@ -1,5 +1,6 @@
 // Changes of a whole tier. They are rare, so they scan all nodes.
 #include <algorithm>
+#include <unordered_map>
 
 #include "aiokv/error.hpp"
 #include "aiokv/residency.hpp"
@@ -140,8 +141,9 @@ void Residency::drop_all_but(const Leased& leased) {
 }
 
 // Does the same as detach() for all blocks of a run, if nothing uses one of them: then all of them
-// are freed. Returns false, changing nothing, if something does.
-bool Residency::drop_unused(RunId id) {
+// are freed. Returns false, changing nothing, if something does. `keeps_slots`: as for
+// PrefixTree::free_run().
+bool Residency::drop_unused(RunId id, bool keeps_slots) {
     const Run run = tree_.runs()[id];
     if (run.refs > 0) return false;
     const std::span<const Node> nodes(&tree_[run.first], run.length);
@@ -171,12 +173,13 @@ bool Residency::drop_unused(RunId id) {
         }
     }
     uncounted_.dropped += run.length;
-    tree_.free_run(id);
+    tree_.free_run(id, keeps_slots);
     return true;
 }
 
-void Residency::detach_all() {
+void Residency::detach_all(bool new_weights) {
     events_.clear();
+    if (new_weights && tree_.evicted().limit() > 0) return retire_all();
     if (const auto leased = find_leased()) return drop_all_but(*leased);
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
@@ -193,6 +196,65 @@ void Residency::detach_all() {
         node = last;
     }
     tree_.forget_history();
+    count_as(EvictionCause::kReset);
+}
+
+// Detaches all blocks, and moves them to the history. Blocks in use keep their slots, so the
+// history gets copies of their token ids.
+void Residency::retire_all() {
+    begin_eviction(EvictionCause::kReset);
+    struct Known {
+        RunId run;  // kNoRun: left the tree
+        NodeId first;
+        std::uint32_t length;
+        NodeId parent;  // in the history
+    };
+    std::vector<Known> known;  // parents come before their children
+    std::vector<NodeId> used;
+    std::unordered_map<NodeId, NodeId> copies;  // of used blocks
+    const auto add_children = [&](NodeId parent) {
+        for (const NodeId child : scratch_) {
+            const RunId run = tree_.run_of(child);
+            known.push_back({run, child, tree_.runs()[run].length, parent});
+        }
+    };
+    const auto find_children = [&](NodeId node) {
+        scratch_.clear();
+        tree_.for_each_child(node, [&](NodeId child) { scratch_.push_back(child); });
+    };
+    index_.for_some_roots(~std::size_t{0}, [&](NodeId root) {
+        find_children(root);
+        add_children(root);
+        tree_.forget_children(root);
+    });
+    for (std::size_t i = 0; i < known.size(); ++i) {
+        const Known top = known[i];
+        if (top.run == kNoRun) continue;
+        const NodeId end = top.first + top.length;
+        find_children(end - 1);
+        if (drop_unused(top.run, true)) {
+            add_children(end - 1);
+            continue;
+        }
+        known[i].length = 0;
+        NodeId parent = top.parent;
+        for (NodeId node = top.first; node < end;) {
+            const auto copy = tree_.copy_slots(node, end - node);
+            const auto first = static_cast<NodeId>(copy.first);
+            known.push_back({kNoRun, first, copy.count, parent});
+            for (parent = first; parent < first + copy.count; ++parent) {
+                used.push_back(node);
+                copies[node++] = parent;
+            }
+            --parent;
+        }
+        add_children(parent);
+    }
+    tree_.evicted().change_reasons(copies);
+    for (const NodeId node : used) detach(node);
+    for (std::size_t i = known.size(); i-- > 0;) {
+        if (known[i].length > 0) tree_.retire(known[i].first, known[i].length, known[i].parent);
+    }
     count_as(EvictionCause::kReset);
 }
 

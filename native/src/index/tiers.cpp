@@ -33,13 +33,13 @@ void Tiers::forget_host() {
     residency_.forget_host();
 }
 
-void Tiers::reset() {
+void Tiers::reset(bool new_weights) {
     index_.begin_epoch();
     saver_.forget_queue();
     store_saver_.forget_queue();
     promises_.clear();  // no open lease will publish what it promised
     for (Lease& lease : leases_) lease.frontier = kNone;
-    residency_.detach_all();
+    residency_.detach_all(new_weights);
     index_.close_unused_contexts();
     for (Lease& lease : leases_) {
         if (lease.is(LeaseState::kSwapped)) swaps_.trim(lease);

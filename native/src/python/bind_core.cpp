@@ -310,7 +310,7 @@ using MissTuple =
 
 const char* name_of(MissCause cause) {
     constexpr std::array<const char*, kMissCauses> names = {
-        "never_seen",  "diverged", "evicted",  "other_context",
+        "never_seen",  "diverged", "evicted",  "other_weights", "other_context",
         "other_items", "pending",  "in_store", "unusable"};
     return names[static_cast<std::size_t>(cause)];
 }
@@ -923,7 +923,7 @@ void bind_core(nb::module_& m) {
              "(device_free, evictable, state_slots) that no lease holds; statistics() in O(1).")
         .def("forget_device", &Core::forget_device)
         .def("forget_host", &Core::forget_host)
-        .def("reset", &Core::reset)
+        .def("reset", &Core::reset, "new_weights"_a = false)
         .def("purge", &Core::purge, "salt"_a)
         .def_prop_ro(
             "reports_stores", [](Core& core) { return core.events().has_stores(); },
