@@ -160,7 +160,8 @@ class Fetches:
             _, digest = self._read.missing(lease_id, 1)
         if not digest or self._worker.stores.may_have(digest):
             return bool(digest)
-        self._note_lacking(lease_id)
+        if self._worker.stores.is_lacking(digest):
+            self._note_lacking(lease_id)
         return False
 
     def _note_lacking(self, lease_id: int) -> None:

@@ -58,6 +58,11 @@ class GroupLookups:
             self._mapped = _Mapped(filters)
         return self._mapped.may_have(digest)
 
+    def is_lacking(self, digest: bytes) -> bool:
+        """Return False if there are stores that are not read: the filters do not cover them."""
+        filters = self._filters()
+        return filters is not None and filters.covers_all
+
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask all ranks for the leading blocks that all of them have; see ``StoreLookups.lookup``.
 

@@ -159,11 +159,13 @@ class StoreFilters(msgspec.Struct, frozen=True):
 
     Attributes:
         fingerprint: of the keys; see ``derive_keys``.
-        filters: one per store.
+        filters: one per store that is read.
+        covers_all: True if all stores are read.
     """
 
     fingerprint: bytes
     filters: list[SharedFilter]
+    covers_all: bool
 
 
 class Store(Protocol):

@@ -104,6 +104,10 @@ class StorePools:
         """Return False if no store has a block; see ``StoreSet.may_have``."""
         return self._sets[ATTENTION].may_have(digest)
 
+    def is_lacking(self, digest: bytes) -> bool:
+        """Return True if no store has a block; see ``StoreSet.is_lacking``."""
+        return self._sets[ATTENTION].is_lacking(digest)
+
     def shared_filters(self) -> StoreFilters | None:
         """Return the filters of the blocks; see ``StoreSet.shared_filters``."""
         return self._sets[ATTENTION].shared_filters()

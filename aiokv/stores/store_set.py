@@ -216,11 +216,20 @@ class StoreSet:
     def _may_have(self, key: bytes) -> bool:
         return any(guard.use.read and guard.may_have_any(key) for guard in self._guards)
 
+    def is_lacking(self, digest: bytes) -> bool:
+        """Return True if no store has a block, also none that is not read."""
+        return self._is_lacking(derive_keys(self._fingerprint, digest))
+
+    def _is_lacking(self, key: bytes) -> bool:
+        return not any(guard.may_have_any(key) for guard in self._guards)
+
     def shared_filters(self) -> StoreFilters | None:
         """Return the filters of all stores that are read; None if one of them has none."""
         found = [guard.shared_filter() for guard in self._guards if guard.use.read]
         filters = [one for one in found if one is not None]
-        return StoreFilters(self._fingerprint, filters) if len(filters) == len(found) else None
+        if len(filters) < len(found):
+            return None
+        return StoreFilters(self._fingerprint, filters, len(found) == len(self._guards))
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have, and how long fetching them takes.
@@ -245,9 +254,7 @@ class StoreSet:
         anywhere = found.any(axis=0)
         blocks = num_blocks if anywhere.all() else int(anywhere.argmin())
         next_key = keys[blocks * KEY_BYTES :][:KEY_BYTES]
-        # Those that are not read may have it, too.
-        may_have = any(guard.may_have_any(next_key) for guard in self._guards)
-        is_lacking = bool(next_key) and not may_have
+        is_lacking = bool(next_key) and self._is_lacking(next_key)
         holders = found[:, :blocks]
         if blocks:
             self._lookups.remember(keys[: blocks * KEY_BYTES], holders)

@@ -218,6 +218,10 @@ class StoreLookups(Protocol):
         """Return False if all stores are known not to have a block of full attention, without a
         lookup, which then would find nothing."""
 
+    def is_lacking(self, digest: bytes) -> bool:
+        """Return True if no store has a block of full attention, also none that is only saved
+        to; False if this is not known. Call only after ``may_have`` was False."""
+
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have, and how long fetching them takes.
 

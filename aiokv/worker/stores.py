@@ -84,6 +84,10 @@ class WorkerStores:
         """Return False if no store has a block; see :meth:`StoreSet.may_have`."""
         return not self._answers or self._stores.may_have(digest)
 
+    def is_lacking(self, digest: bytes) -> bool:
+        """Return True if no store has a block; see :meth:`StoreSet.is_lacking`."""
+        return self._stores.is_lacking(digest)
+
     def shared_filters(self) -> StoreFilters | None:
         """Return what tells which blocks no store has; see :meth:`StoreSet.shared_filters`."""
         return self._stores.shared_filters() if self.exist and self._answers else None

@@ -24,7 +24,7 @@ from aiokv.ranks.messages import (
     encode,
 )
 from aiokv.ranks.reduce import GroupTransfer
-from aiokv.stores.base import SharedFilter, StoreFilters
+from aiokv.stores.base import KEY_BYTES, SharedFilter, StoreFilters
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.proof import derive_keys
@@ -100,13 +100,14 @@ async def test_prompt_that_the_first_rank_is_known_to_lack_asks_no_rank(tmp_path
         shared = SharedFilter(str(memory), 0, 4096, identity) if is_shared else None
         stores[0].shared_filter = lambda: shared
         (first, *_) = r.group._membership.ranks
-        first.filters = unanswered = StoreFilters(b"", [])
+        first.filters = unanswered = StoreFilters(b"", [], covers_all=True)
         r.pass_time(1.0)
         await run_until_idle(lambda: first.filters is not unanswered)
 
     async with ranked(tmp_path, stores) as r:
         for number, is_shared in enumerate((False, True, False, True)):
             await heartbeat(r, is_shared=is_shared)
+            assert r.group.stores.is_lacking(bytes(KEY_BYTES)) == is_shared
             await r.serve([number, *A], wait_store=math.inf)
             lookups += not is_shared
             assert stores[0].calls["lookup"] == lookups
