@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+from aiokv.base.cached_rank import cached_rank
+
 if TYPE_CHECKING:
     from aiokv._native import Core
     from aiokv.scheduler.admission import WaitingRequest
     from aiokv.scheduler.line import PriorityLine
 
 MATCHES_PER_ATTEMPT: Final = 8  # prompts that an attempt to grant matches again: below 1 ms
-_SHARES: Final = 10  # steps of a cached share
-_SIZES: Final = 32  # powers of two of tokens to compute
-_RANKS: Final = (_SHARES + 1) * _SIZES + 1  # ranks per priority; the first one is for overdue
 
 
 class CachedFirst:
     """Ranks of the requests that wait for capacity, with ``admission="cached_first"``.
 
-    Within a priority, overdue requests go first, in order of arrival; then the requests with the
-    largest cached share, in tenths; among these the requests with the fewest tokens to compute, in
-    powers of two; and among these the first that came.
+    Their order is that of ``cached_rank``; of equal ranks, the request that came first goes first.
 
     Evictions and commits change the shares while requests wait. Each attempt to grant matches the
     first prompt again until the first request keeps its place, and ``MATCHES_PER_ATTEMPT`` other
@@ -38,7 +35,7 @@ class CachedFirst:
 
     def rank_of(self, lease_id: int, priority: int) -> int:
         """Return the rank of a request that is not overdue; matches its prompt again."""
-        return self._rank(priority, *self._core.rematch(lease_id))
+        return cached_rank(priority, *self._core.rematch(lease_id))
 
     def enter(self, request: WaitingRequest) -> int:
         """Note a request that enters the line, and return its rank."""
@@ -91,12 +88,4 @@ class CachedFirst:
     def _present_rank(self, request: WaitingRequest) -> int:
         cached, tokens = self._core.rematch(request.lease_id)
         request.cached_blocks = cached // self._block_tokens
-        if request.is_overdue:
-            return request.priority * _RANKS
-        return self._rank(request.priority, cached, tokens)
-
-    @staticmethod
-    def _rank(priority: int, cached_tokens: int, prompt_tokens: int) -> int:
-        share = cached_tokens * _SHARES // max(prompt_tokens, 1)
-        size = (prompt_tokens - cached_tokens).bit_length()  # at most 31: positions are int32
-        return priority * _RANKS + 1 + (_SHARES - share) * _SIZES + size
+        return cached_rank(request.priority, cached, tokens, is_overdue=request.is_overdue)

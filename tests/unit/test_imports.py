@@ -35,7 +35,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Narrower than the order of the layers: what the modules of a folder may import.
 ONLY = {
     "scheduler": (
-        *("_native", "base.checks", "base.groups", "base.misses", "base.plan"),
+        *("_native", "base.cached_rank", "base.checks", "base.groups", "base.misses", "base.plan"),
         *("base.state_guard", "base.statistics", "base.types"),
         *("config", "errors"),
     ),

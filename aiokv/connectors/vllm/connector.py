@@ -78,6 +78,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
             self._pool = VllmBlocks()
             groups = KVGroups.of(kv_cache_config)
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             reason = why_prefixes_are_forbidden(vllm_config, kv_cache_config)
             if reason is not None:
                 log.warning("vllm.prefixes_forbidden", reason=reason)
@@ -92,7 +93,7 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._options,
                 is_active=reason is None,
                 groups=groups,
-                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                step_tokens=step_tokens,
                 pool=self._pool,
                 link=link,
                 pace=pace,
@@ -107,6 +108,10 @@ class AiokvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     if self._options.admission == "cached_first"
                     else 0.0,
                     has_priorities=vllm_config.scheduler_config.policy == "priority",
+                    room=lambda: min(
+                        step_tokens,
+                        self._pool.num_free // len(groups.layers) * groups.block_tokens,
+                    ),
                 ),
             )
             self._counts = EngineCounts()

@@ -9,52 +9,65 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from aiokv.base.cached_rank import cached_rank
+from aiokv.base.types import as_tokens
 from aiokv.connectors.vllm.requests import Parameters, is_cacheable, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
     from vllm.v1.request import Request
 
     from aiokv.connectors.vllm.cache import HostCache
+    from aiokv.sync import Answer, Calls
 
 MOST_WAITING: Final = 32  # more are not compared: vLLM would ask for each of them in a step
-LOOKUPS_PER_STEP: Final = 4  # prompts whose cached part is looked up
+LOOKUP_TOKENS: Final = 16_384  # per step; the last prompt that is looked up may exceed it
 LOOKUP_SECONDS: Final = 1.0  # age at which a cached part is looked up again
 RETAINED_SECONDS: Final = 2.0  # time for which the cached part of a waiting prompt is retained
-_SHARES: Final = 10  # steps of a cached share
-
-Rank = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     request: Request
     since: float
-    is_read: bool
+    priority: int
+    rank: int
     local: int = 0  # tokens that vLLM's own cache had when vLLM last asked
     host: int = 0  # tokens that host memory had at the last look
-    looked_up: float = float("-inf")
+    looked_up: float | None = None  # time of the last look; None before the first one
+    tokens: NDArray[np.int32] | None = None  # from the first look on; None if nothing is read
     asked_in: int = 0  # last step in which vLLM has asked
+    is_overdue: bool = False
     is_skipped: bool = False  # it could not begin when vLLM last asked
+
+
+class _Lookups(NamedTuple):
+    calls: Calls
+    answers: list[tuple[_Waiting, Answer[int]]]
 
 
 class WaitingOrder:
     """Decides which waiting requests are skipped until others have begun.
 
-    The order is that of ``CacheConfig(admission="cached_first")``: requests that have waited for
-    ``overtake_seconds`` go first, in order of arrival; then those with the largest cached share of
-    the prompt, in tenths; among these, those with the fewest tokens to compute, in powers of two;
-    and among these, the first that came. Blocks that host memory has of these prompts are evicted
-    after others. Nothing of this is done while one request waits, or more than ``MOST_WAITING``.
+    The order is that of ``CacheConfig(admission="cached_first")``: see ``cached_rank``. Requests
+    that have waited for ``overtake_seconds`` are overdue. Blocks that host memory has of the
+    prompts are evicted after others. Nothing of this is done while one request waits, or more than
+    ``MOST_WAITING``, or if all requests are new and the next step has room for them.
+
+    The cached part of a new prompt is looked up at once. It is looked up again in the engine's
+    thread while the model computes, so vLLM's scheduler does not wait.
 
     Args:
         cache: the engine.
         overtake_seconds: time for which a request can be overtaken; 0.0 for the order of vLLM.
         has_priorities: True if vLLM admits requests by their priorities: only requests of equal
             priority overtake each other.
+        room: returns how many prompt tokens vLLM has room for in the next step.
         clock: returns the time in seconds.
     """
 
@@ -64,29 +77,36 @@ class WaitingOrder:
         overtake_seconds: float,
         *,
         has_priorities: bool,
+        room: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._overtake_seconds = overtake_seconds
         self._has_priorities = has_priorities
+        self._room = room
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}  # in order of arrival
         self._first: _Waiting | None = None  # of the order, until something changes
         self._answered: _Waiting | None = None  # the last one in this step that may begin
-        self._lookups = LOOKUPS_PER_STEP
+        self._compares: bool | None = None  # in this step; None before vLLM has asked
+        self._has_left = False  # the last step has left requests in line
+        self._lookup_tokens = LOOKUP_TOKENS  # that are left in this step
+        self._posted: _Lookups | None = None  # in the engine's thread
         self._step = 0
         self._idle_steps = 0  # the last steps that compute nothing
 
     def add(self, request: Request) -> None:
         """Note a request that is new in vLLM's line."""
         if self._overtake_seconds:
-            wishes = Parameters.of(request)
-            is_read = (
-                wishes.read and not request.skip_reading_prefix_cache and is_cacheable(request)
+            priority = request.priority if self._has_priorities else 0
+            self._waiting[request.request_id] = _Waiting(
+                request,
+                self._clock(),
+                priority,
+                cached_rank(priority, 0, request.num_tokens),
+                asked_in=self._step,
             )
-            waiting = _Waiting(request, self._clock(), is_read, asked_in=self._step)
-            self._waiting[request.request_id] = waiting
-            self._first = None
+            self._first = self._compares = None
 
     def remove(self, request_id: str) -> None:
         """Note that a request has begun or ended. Idempotent."""
@@ -102,8 +122,14 @@ class WaitingOrder:
         """
         self._step += 1
         self._idle_steps = self._idle_steps + 1 if is_idle else 0
-        self._lookups = LOOKUPS_PER_STEP
-        self._first = self._answered = None
+        self._lookup_tokens = LOOKUP_TOKENS
+        self._first = self._answered = self._compares = None
+        self._has_left = bool(self._waiting)
+        if self._has_left:
+            now = self._clock()
+            self._note_overdue(now)
+            if self._posted is None and 1 < len(self._waiting) <= MOST_WAITING:
+                self._look_up_again(now)
 
     def is_overtaken(self, request: Request, local: int) -> bool:
         """Return True if another request has to begin before this one.
@@ -119,20 +145,24 @@ class WaitingOrder:
         if asked.is_skipped:
             asked.is_skipped = False
             self._first = None
-        if self._idle_steps > 1 or not 1 < len(self._waiting) <= MOST_WAITING:
+        if self._compares is None:
+            self._compares = self._should_compare()
+        if not self._compares or len(self._waiting) == 1:
             return False
         self._note_skipped(asked)
-        now = self._clock()
         if local != asked.local:
             asked.local = local
-            self._first = None
+            self._rank(asked)
+        if self._posted is not None and self._posted.calls.done:
+            found, self._posted = self._posted, None
+            self._note_found(found)
         if self._first is None:
-            self._look_up(now)
+            self._look_up_new()
             ready = [
                 each for each in self._waiting.values() if each is asked or self._is_ready(each)
             ]
-            self._first = min(ready, key=lambda each: self._rank(each, now))
-        if self._rank(self._first, now) < self._rank(asked, now):
+            self._first = min(ready, key=_rank_of)
+        if self._first.rank < asked.rank:
             return True
         self._answered = asked
         return False
@@ -142,6 +172,15 @@ class WaitingOrder:
         if (waiting := self._waiting.get(request_id)) is not None:
             waiting.is_skipped = True
             self._first = self._answered = None
+
+    def _should_compare(self) -> bool:
+        waiting = self._waiting
+        if self._idle_steps > 1 or not 1 < len(waiting) <= MOST_WAITING:
+            return False
+        if self._has_left:
+            return True
+        num_tokens: int = sum(each.request.num_tokens for each in waiting.values())
+        return num_tokens > self._room()
 
     def _note_skipped(self, asked: _Waiting) -> None:
         """Skip the request that could have begun before, because vLLM asks for another one.
@@ -153,14 +192,23 @@ class WaitingOrder:
         if before is not None and before is not asked:
             self.skip(before.request.request_id)
 
-    def _rank(self, waiting: _Waiting, now: float) -> Rank:
-        request = waiting.request
-        priority = request.priority if self._has_priorities else 0
-        if now - waiting.since >= self._overtake_seconds:
-            return (priority, 0)
-        cached = max(waiting.local, waiting.host)
-        share = cached * _SHARES // max(request.num_tokens, 1)
-        return (priority, 1, -share, max(request.num_tokens - cached, 0).bit_length())
+    def _note_overdue(self, now: float) -> None:
+        """Rank the requests anew that have waited for long: the first ones."""
+        for waiting in self._waiting.values():
+            if now - waiting.since < self._overtake_seconds:
+                break
+            if not waiting.is_overdue:
+                waiting.is_overdue = True
+                self._rank(waiting)
+
+    def _rank(self, waiting: _Waiting) -> None:
+        waiting.rank = cached_rank(
+            waiting.priority,
+            max(waiting.local, waiting.host),
+            waiting.request.num_tokens,
+            is_overdue=waiting.is_overdue,
+        )
+        self._first = None
 
     def _is_ready(self, waiting: _Waiting) -> bool:
         """Return False for a request that vLLM may not begin: the others do not wait for it.
@@ -176,25 +224,69 @@ class WaitingOrder:
             and request.lora_request is None
         )
 
-    def _look_up(self, now: float) -> None:
-        """Retain the cached parts of prompts, and note their lengths, in one crossing."""
-        old = [
-            waiting
-            for waiting in self._waiting.values()
-            if waiting.is_read and now - waiting.looked_up >= LOOKUP_SECONDS
-        ][: self._lookups]
-        if not old or not self._cache.is_usable:
-            return
-        self._lookups -= len(old)
+    def _look_up_new(self) -> None:
+        """Look up prompts that were not looked up yet, and wait for the answers."""
+        new = self._take(lambda each: each.looked_up is None, self._clock())
+        for waiting in new:
+            request = waiting.request
+            if (
+                Parameters.of(request).read
+                and not request.skip_reading_prefix_cache
+                and is_cacheable(request)
+            ):
+                waiting.tokens = as_tokens(request.all_token_ids[:])
+        if new:
+            self._note_found(self._recorded(new))
+
+    def _look_up_again(self, now: float) -> None:
+        """Let the engine look up prompts that it has looked up before."""
+        old = self._take(
+            lambda each: (
+                each.tokens is not None
+                and each.looked_up is not None
+                and now - each.looked_up >= LOOKUP_SECONDS
+            ),
+            now,
+        )
+        if old:
+            self._posted = self._recorded(old)
+            self._cache.post(self._posted.calls)
+
+    def _take(self, is_due: Callable[[_Waiting], bool], now: float) -> list[_Waiting]:
+        """Return the prompts to look up now, and note the time."""
+        taken: list[_Waiting] = []
+        if not self._cache.is_usable:
+            return taken
+        for waiting in self._waiting.values():
+            if self._lookup_tokens <= 0:
+                break
+            if is_due(waiting):
+                waiting.looked_up = now
+                self._lookup_tokens -= waiting.request.num_tokens
+                taken.append(waiting)
+        return taken
+
+    def _recorded(self, prompts: list[_Waiting]) -> _Lookups:
+        """Record calls that retain the cached parts of prompts, and return their lengths."""
         calls = self._cache.calls()
-        answers: list[Any] = []
-        for waiting in old:
-            waiting.looked_up = now
-            tokens = waiting.request.all_token_ids[:]
-            answers.append(
-                calls.retain(tokens, seconds=RETAINED_SECONDS, **names_of(waiting.request))
+        answers: list[tuple[_Waiting, Answer[Any]]] = [
+            (
+                waiting,
+                calls.retain(waiting.tokens, seconds=RETAINED_SECONDS, **names_of(waiting.request)),
             )
-        self._cache.run(calls)
-        for waiting, answer in zip(old, answers, strict=True):
+            for waiting in prompts
+            if waiting.tokens is not None
+        ]
+        return _Lookups(calls, answers)
+
+    def _note_found(self, lookups: _Lookups) -> None:
+        """Rank the requests anew after their prompts were looked up, in one crossing."""
+        self._cache.run(lookups.calls)
+        for waiting, answer in lookups.answers:
             if self._cache.succeeded([answer], f"request {waiting.request.request_id}, waiting"):
                 waiting.host = answer.value
+                self._rank(waiting)
+
+
+def _rank_of(waiting: _Waiting) -> int:
+    return waiting.rank

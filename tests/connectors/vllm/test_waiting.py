@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from aiokv.connectors.vllm.waiting import (
     LOOKUP_SECONDS,
-    LOOKUPS_PER_STEP,
+    LOOKUP_TOKENS,
     MOST_WAITING,
     WaitingOrder,
 )
@@ -24,6 +24,9 @@ from tests.connectors.vllm.test_serving import evicted_prompt, make_server, prom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from tests.connectors.vllm.server import Server
 
@@ -42,28 +45,35 @@ class Line:
         self.looked_up: list[str] = []
         self.error: BaseException | None = None
         self.requests: dict[str, Any] = {}
+        self.room = 0  # prompt tokens for which the next step has room
         self.order = WaitingOrder(
             self,  # type: ignore[arg-type]
             overtake_seconds,
             has_priorities=priorities,
+            room=lambda: self.room,
             clock=lambda: self.now,
         )
 
     # --- the engine -------------------------------------------------------------------------------
 
     is_usable = True
+    done = True
 
     def calls(self) -> Line:
         return self
 
-    def retain(self, tokens: list[int], *, seconds: float, **names: Any) -> Any:
+    def retain(self, tokens: NDArray[np.int32], *, seconds: float, **names: Any) -> Any:
         assert seconds > LOOKUP_SECONDS
-        (name,) = [each for each, one in self.requests.items() if one.all_token_ids == tokens]
+        ids = tokens.tolist()
+        (name,) = [each for each, one in self.requests.items() if one.all_token_ids == ids]
         assert names["salt"] == "salt"
         self.looked_up.append(name)
         return SimpleNamespace(value=self.cached.get(name, 0), error=self.error)
 
     def run(self, calls: Line) -> None:
+        assert calls is self
+
+    def post(self, calls: Line) -> None:
         assert calls is self
 
     def succeeded(self, answers: list[Any], what: str) -> bool:
@@ -240,20 +250,59 @@ def test_the_others_do_not_wait_for_a_request_that_vllm_skips() -> None:
 
 def test_cached_parts_are_looked_up_a_few_per_step_and_again_after_a_while() -> None:
     line = Line()
-    names = [f"r{i}" for i in range(LOOKUPS_PER_STEP + 2)]
+    names = [f"r{i}" for i in range(4)]
     for name in names:
-        line.add(name)
+        line.add(name, tokens=LOOKUP_TOKENS // 2)
     assert line.asks(names[0])
-    assert line.looked_up == names[:LOOKUPS_PER_STEP]
+    assert line.looked_up == names[:2]
     line.step()
     assert line.asks(names[0])
     assert line.looked_up == names
-    line.cached[names[1]] = 90
+    line.cached[names[1]] = LOOKUP_TOKENS // 4
     line.step()
     assert line.asks(names[1])  # as much as the others, as far as is known
     line.now += LOOKUP_SECONDS
     line.step()
     assert not line.asks(names[0])
+
+
+def test_cached_parts_are_looked_up_again_while_the_scheduler_goes_on() -> None:
+    line = Line()
+    line.add("first")
+    line.add("second")
+    assert line.asks("first")
+    line.cached["second"] = 90
+    line.now += LOOKUP_SECONDS
+    line.done = False
+    for _ in range(3):
+        line.step()
+        assert line.asks("first")
+        assert line.asks("second")
+    assert line.looked_up == ["first", "second"] * 2
+    line.done = True
+    line.step()
+    assert not line.asks("first")
+
+
+def test_new_requests_for_which_the_next_step_has_room_begin_in_vllms_order() -> None:
+    line = Line()
+    line.room = 2 * TOKENS
+    line.add("first")
+    line.add("cached", 90)
+    assert [line.asks(name) for name in ("first", "cached")] == [True, True]
+    assert not line.looked_up
+    line.step()  # without room for a block, so both are left in line
+    assert [line.asks(name) for name in ("first", "cached")] == [False, True]
+
+
+def test_new_requests_for_which_the_next_step_has_no_room_are_compared() -> None:
+    line = Line()
+    line.room = 2 * TOKENS
+    line.add("first")
+    line.add("second")
+    assert line.asks("first")
+    line.add("cached", 90)
+    assert not line.asks("first")
 
 
 @pytest.mark.parametrize(
