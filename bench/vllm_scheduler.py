@@ -2,14 +2,14 @@
 
 ``.venv-vllm-0.22.1/bin/python -m bench.vllm_scheduler``, of ``make test-vllm``, runs the requests
 without a connector, with ``AiokvConnector`` and with vLLM's own ``OffloadingConnector``, and no
-model: each step returns one token per request. Measured is the CPU time within ``schedule()`` and
-``update_from_output()``, which other programs hardly change: ``vllm``, of the scheduler's thread
-without a connector; ``added``, what ``AiokvConnector`` adds to it; ``engine``, of its engine's
-thread at the same time, for which the scheduler seldom waits; ``offloading``, what vLLM's own
-connector adds. Short rounds of the three alternate, and each figure is a median of rounds; what is
-added is the median of differences within a round. Blocks have 16 tokens. With a GPU,
-``AiokvConnector`` copies its blocks; no worker of vLLM's own connector copies, whose transfers end
-with the step that begins them.
+model: each step returns one token per request. Measured is the CPU time within ``add_request()``,
+``schedule()`` and ``update_from_output()``, which other programs hardly change: ``vllm``, of the
+scheduler's thread without a connector; ``added``, what ``AiokvConnector`` adds to it; ``engine``,
+of its engine's thread at the same time, for which the scheduler seldom waits; ``offloading``, what
+vLLM's own connector adds. Short rounds of the three alternate, and each figure is a median of
+rounds; what is added is the median of differences within a round. Blocks have 16 tokens. With a
+GPU, ``AiokvConnector`` copies its blocks; no worker of vLLM's own connector copies, whose transfers
+end with the step that begins them.
 
 * ``request_us``: per request of 1,024 prompt tokens and 16 generated ones, of which 8 run at once.
   ``miss``: of new prompts; ``hit``: of prompts of which host memory has all blocks and vLLM none.
@@ -18,11 +18,14 @@ with the step that begins them.
   64 steps.
 * ``waiting_us``: per step with a prompt of 100,000 tokens that waits for device blocks, and half of
   which is in host memory; less the time of a step without this prompt.
+* ``call_us``: per request of ``miss``, within each method of ``AiokvConnector`` that vLLM calls
+  there. The rest of ``added`` is in vLLM itself, which also runs slower between these calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import random
 import sys
@@ -70,6 +73,16 @@ HOST_BLOCKS: Final = (1 << 30) // BLOCK_BYTES
 LAYER: Final = "model.layers.0.self_attn.attn"
 PATIENCE_SECONDS: Final = 60.0
 NO_SECONDS: Final = np.zeros(2)
+CALLS: Final = (  # of vLLM, in its scheduler's thread
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "get_kv_connector_stats",
+    "take_events",
+)
 IDLE_SECONDS: Final = 0.001  # vLLM's pause after a step in which all requests wait for loads
 
 
@@ -146,6 +159,7 @@ class Server:
         self._computed: dict[str, int] = {}
         self.seconds = NO_SECONDS  # in the scheduler
         self._clock = Clock()
+        self.call_seconds: dict[str, float] = {}  # by method of the connector; see time_calls()
         self.loaded_tokens = 0
         self.cached_tokens = 0
         self.scheduled_prompt_tokens = 0  # of the last step, without the steps that decode
@@ -159,7 +173,9 @@ class Server:
             pooling_params=None,
             block_hasher=self._hasher,
         )
+        began = self._clock.now()
         self.scheduler.add_request(request)
+        self.seconds = self.seconds + self._clock.now() - began
         return request
 
     def step(self) -> bool:
@@ -225,6 +241,19 @@ class Server:
             engine = self.scheduler.connector.engine
             engine.call(engine.cache.drain, timeout=PATIENCE_SECONDS)
 
+    def time_calls(self) -> None:
+        """Note the CPU time within the methods of the connector from now on."""
+        for name in CALLS:
+            method = getattr(self.scheduler.connector, name)
+            setattr(self.scheduler.connector, name, functools.partial(self._timed, name, method))
+
+    def _timed(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        began = time.thread_time()
+        value = method(*args)
+        seconds = time.thread_time() - began
+        self.call_seconds[name] = self.call_seconds.get(name, 0.0) + seconds
+        return value
+
     def close(self) -> None:
         """End the engine."""
         if self._worker is not None:
@@ -248,7 +277,8 @@ def run(quick: bool) -> dict[str, Any]:
     requests = _measure(_requests, 4_096, 10 * rounds)
     steps = _measure(_steps, 2 * RUNNING * (PROMPT_TOKENS // BLOCK_TOKENS), rounds)
     waiting = _measure(_waiting, 6_400, rounds)
-    return {"request_us": requests, "step_us": steps, "waiting_us": waiting}
+    calls = _measure_calls(4_096, 10 * rounds)
+    return {"request_us": requests, "step_us": steps, "waiting_us": waiting, "call_us": calls}
 
 
 def _measure(
@@ -269,6 +299,20 @@ def _measure(
     return {name: _compared(of_name) for name, of_name in measured.items()}
 
 
+def _measure_calls(num_blocks: int, rounds: int) -> dict[str, float]:
+    """Return the medians of the time per request and method in microseconds."""
+    server = Server(num_blocks, "AiokvConnector")
+    server.time_calls()
+    measured = []
+    for seed in range(rounds + 1):
+        server.call_seconds = dict.fromkeys(CALLS, 0.0)
+        _serve(server, _prompts(random.Random(seed)))
+        if seed:
+            measured.append([server.call_seconds[name] / IN_FLIGHT for name in CALLS])
+    server.close()
+    return dict(zip(CALLS, (1e6 * np.median(measured, axis=0)).tolist(), strict=True))
+
+
 def _compared(rounds: list[list[Seconds]]) -> dict[str, float]:
     seconds = {
         "vllm": [without[0] for without, _, _ in rounds],
@@ -283,23 +327,33 @@ def _prompt(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(50_000) for _ in range(num_tokens)]
 
 
+def _prompts(rng: random.Random) -> list[list[int]]:
+    return [_prompt(rng, PROMPT_TOKENS) for _ in range(IN_FLIGHT)]
+
+
 def _requests(server: Server, rng: random.Random) -> dict[str, Seconds]:
-    prompts = [_prompt(rng, PROMPT_TOKENS) for _ in range(IN_FLIGHT)]
-    seconds: dict[str, Seconds] = {}
-    for name in ("miss", "hit"):
-        server.seconds, loaded = NO_SECONDS, server.loaded_tokens
-        for prompt in prompts:
-            server.add(prompt, GENERATED)
-        server.run()
-        seconds[name] = server.seconds / IN_FLIGHT
+    prompts = _prompts(rng)
+    seconds = {"miss": _serve(server, prompts)}
+    loaded = server.loaded_tokens
+    seconds["hit"] = _serve(server, prompts)
+    if server.scheduler.connector is not None:
         loaded = server.loaded_tokens - loaded
-        server.drain()
-        if not server.scheduler.kv_cache_manager.reset_prefix_cache():
-            raise InternalError("vLLM did not empty its prefix cache")
-        if name == "hit" and server.scheduler.connector is not None:
-            least = IN_FLIGHT * (PROMPT_TOKENS - BLOCK_TOKENS)
-            if loaded < least:
-                raise InternalError(f"{loaded} tokens were loaded; it must be at least {least}")
+        least = IN_FLIGHT * (PROMPT_TOKENS - BLOCK_TOKENS)
+        if loaded < least:
+            raise InternalError(f"{loaded} tokens were loaded; it must be at least {least}")
+    return seconds
+
+
+def _serve(server: Server, prompts: list[list[int]]) -> Seconds:
+    """Return the time per request; then empty vLLM's prefix cache."""
+    server.seconds = NO_SECONDS
+    for prompt in prompts:
+        server.add(prompt, GENERATED)
+    server.run()
+    seconds = server.seconds / len(prompts)
+    server.drain()
+    if not server.scheduler.kv_cache_manager.reset_prefix_cache():
+        raise InternalError("vLLM did not empty its prefix cache")
     return seconds
 
 
