@@ -16,8 +16,10 @@ end with the step that begins them.
 * ``step_us.256``: per decode step of 256 requests, each of which completes a block every 16 steps.
   ``AiokvConnector`` saves four blocks of a request together, in every eighth step, so a round takes
   64 steps.
-* ``waiting_us``: per step with a prompt of 100,000 tokens that waits for device blocks, and half of
-  which is in host memory; less the time of a step without this prompt.
+* ``waiting_us.100000``: per step with a prompt of 100,000 tokens that waits for device blocks, and
+  half of which is in host memory; less the time of a step without this prompt.
+  ``waiting_us.32_prompts``: the same of the first 64 steps with 32 prompts of 10,000 tokens, of
+  which the last is in host memory.
 * ``call_us``: per request of ``miss``, within each method of ``AiokvConnector`` that vLLM calls
   there. The rest of ``added`` is in vLLM itself, which also runs slower between these calls.
 """
@@ -50,6 +52,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from aiokv.connectors.vllm import AiokvConnector
 from aiokv.connectors.vllm.scheduler import SAVED_TOKENS
+from aiokv.connectors.vllm.waiting import MOST_WAITING
 from aiokv.errors import InternalError
 from bench import harness
 from tests.connectors.vllm.configs import tensors_of, vllm_config
@@ -68,6 +71,8 @@ GENERATED: Final = 16
 IN_FLIGHT: Final = 8
 RUNNING: Final = 256
 WAITING_TOKENS: Final = 100_000
+LINE_TOKENS: Final = 10_000  # of each prompt of a line
+RUNNING_TOKENS: Final = 23_000  # of each of four prompts, which leave no room for another one
 BLOCK_BYTES: Final = 2 * 4 * BLOCK_TOKENS  # one key and one value of int32 per token
 HOST_BLOCKS: Final = (1 << 30) // BLOCK_BYTES
 LAYER: Final = "model.layers.0.self_attn.attn"
@@ -344,11 +349,11 @@ def _requests(server: Server, rng: random.Random) -> dict[str, Seconds]:
     return seconds
 
 
-def _serve(server: Server, prompts: list[list[int]]) -> Seconds:
+def _serve(server: Server, prompts: list[list[int]], num_tokens: int = GENERATED) -> Seconds:
     """Return the time per request; then empty vLLM's prefix cache."""
     server.seconds = NO_SECONDS
     for prompt in prompts:
-        server.add(prompt, GENERATED)
+        server.add(prompt, num_tokens)
     server.run()
     seconds = server.seconds / len(prompts)
     server.drain()
@@ -370,23 +375,25 @@ def _steps(server: Server, rng: random.Random) -> dict[str, Seconds]:
 
 def _waiting(server: Server, rng: random.Random) -> dict[str, Seconds]:
     prompt = _prompt(rng, WAITING_TOKENS)
-    server.add(prompt[: WAITING_TOKENS // 2], 1)
-    server.run()
-    server.drain()
-    if not server.scheduler.kv_cache_manager.reset_prefix_cache():
-        raise InternalError("vLLM did not empty its prefix cache")
-    running = [server.add(_prompt(rng, WAITING_TOKENS // 8), 160) for _ in range(4)]
+    line = [_prompt(rng, LINE_TOKENS) for _ in range(MOST_WAITING)]
+    for cached in (prompt[: WAITING_TOKENS // 2], line[-1]):
+        _serve(server, [cached], 1)
+    running = [server.add(_prompt(rng, RUNNING_TOKENS), 256) for _ in range(4)]
     while not all(request.num_output_tokens for request in running):
         server.step()
     alone = _steps_of(server)
-    waiting = server.add(prompt, 1)
-    server.step()
-    seconds = _steps_of(server) - alone
-    if waiting.num_computed_tokens:
-        raise InternalError("the waiting request was scheduled")
-    server.scheduler.finish_requests(waiting.request_id, RequestStatus.FINISHED_ABORTED)
+    seconds = {}
+    for name, prompts in ((str(WAITING_TOKENS), [prompt]), (f"{MOST_WAITING}_prompts", line)):
+        waiting = [server.add(tokens, 1) for tokens in prompts]
+        if name == str(WAITING_TOKENS):
+            server.step()  # which matches it
+        seconds[name] = _steps_of(server) - alone
+        for request in waiting:
+            if request.num_computed_tokens:
+                raise InternalError("a waiting request was scheduled")
+            server.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     server.run()
-    return {str(WAITING_TOKENS): seconds}
+    return seconds
 
 
 def _steps_of(server: Server) -> Seconds:
