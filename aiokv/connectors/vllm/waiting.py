@@ -7,6 +7,7 @@ next step. So a request that should not be first is skipped.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -29,13 +30,14 @@ MOST_WAITING: Final = 32  # more are not compared: vLLM would ask for each of th
 LOOKUP_TOKENS: Final = 16_384  # per step; the last prompt that is looked up may exceed it
 LOOKUP_SECONDS: Final = 1.0  # age at which a cached part is looked up again
 RETAINED_SECONDS: Final = 2.0  # time for which the cached part of a waiting prompt is retained
+_END_OF_LINE: Final = (sys.maxsize, 0)  # behind the place of each request
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     request: Request
     since: float
-    priority: int
+    place: tuple[int, int]  # in vLLM's line: priority and arrival
     rank: int
     local: int = 0  # tokens that vLLM's own cache had when vLLM last asked
     host: int = 0  # tokens that host memory had at the last look
@@ -43,7 +45,7 @@ class _Waiting:
     tokens: NDArray[np.int32] | None = None  # from the first look on; None if nothing is read
     asked_in: int = 0  # last step in which vLLM has asked
     is_overdue: bool = False
-    is_skipped: bool = False  # it could not begin when vLLM last asked
+    is_skipped: bool = False  # it could not begin when vLLM last asked, or was passed over
 
 
 class _Lookups(NamedTuple):
@@ -93,16 +95,20 @@ class WaitingOrder:
         self._lookup_tokens = LOOKUP_TOKENS  # that are left in this step
         self._posted: _Lookups | None = None  # in the engine's thread
         self._step = 0
+        self._asked_step = 0  # last step in which vLLM has asked
+        self._asked_end = _END_OF_LINE  # place in line where vLLM has stopped to ask in that step
+        self._number = 0  # of the last request that was added
         self._idle_steps = 0  # the last steps that compute nothing
 
     def add(self, request: Request) -> None:
         """Note a request that is new in vLLM's line."""
         if self._overtake_seconds:
             priority = request.priority if self._has_priorities else 0
+            self._number += 1
             self._waiting[request.request_id] = _Waiting(
                 request,
                 self._clock(),
-                priority,
+                (priority, self._number),
                 cached_rank(priority, 0, request.num_tokens),
                 asked_in=self._step,
             )
@@ -141,7 +147,10 @@ class WaitingOrder:
         asked = self._waiting.get(request.request_id)
         if asked is None:
             return False
+        if self._asked_step != self._step:
+            self._note_passed_over()
         asked.asked_in = self._step
+        self._asked_end = asked.place
         if asked.is_skipped:
             asked.is_skipped = False
             self._first = None
@@ -163,6 +172,7 @@ class WaitingOrder:
             ]
             self._first = min(ready, key=_rank_of)
         if self._first.rank < asked.rank:
+            self._asked_end = _END_OF_LINE  # vLLM asks for the next one
             return True
         self._answered = asked
         return False
@@ -172,6 +182,13 @@ class WaitingOrder:
         if (waiting := self._waiting.get(request_id)) is not None:
             waiting.is_skipped = True
             self._first = self._answered = None
+
+    def _note_passed_over(self) -> None:
+        """Skip the requests that vLLM did not ask for before it asked for others behind them."""
+        for waiting in self._waiting.values():
+            if waiting.asked_in < self._asked_step and waiting.place < self._asked_end:
+                waiting.is_skipped = True
+        self._asked_step = self._step
 
     def _should_compare(self) -> bool:
         waiting = self._waiting
@@ -190,7 +207,8 @@ class WaitingOrder:
         """
         before, self._answered = self._answered, None
         if before is not None and before is not asked:
-            self.skip(before.request.request_id)
+            before.is_skipped = True
+            self._first = None
 
     def _note_overdue(self, now: float) -> None:
         """Rank the requests anew that have waited for long: the first ones."""
@@ -203,7 +221,7 @@ class WaitingOrder:
 
     def _rank(self, waiting: _Waiting) -> None:
         waiting.rank = cached_rank(
-            waiting.priority,
+            waiting.place[0],
             max(waiting.local, waiting.host),
             waiting.request.num_tokens,
             is_overdue=waiting.is_overdue,
@@ -219,7 +237,6 @@ class WaitingOrder:
         request = waiting.request
         return (
             not waiting.is_skipped
-            and waiting.asked_in >= self._step - 1
             and request.status.name == "WAITING"
             and request.lora_request is None
         )

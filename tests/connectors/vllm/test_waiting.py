@@ -182,6 +182,32 @@ def test_the_others_do_not_wait_for_a_request_that_vllm_does_not_ask_for() -> No
     assert line.asks("first")
 
 
+def test_the_others_do_not_wait_for_the_last_request_if_vllm_does_not_ask_for_it() -> None:
+    line = Line()
+    line.add("first")
+    line.add("second")
+    line.add("cached", 90)  # another connector is asked before, and is not ready
+    assert [line.asks(name) for name in ("first", "second")] == [False, False]
+    line.step()
+    assert [line.asks(name) for name in ("first", "second")] == [False, False]
+    for _ in range(3):
+        line.step()
+        assert line.asks("first")  # vLLM has no room for it
+
+
+def test_first_request_that_has_no_room_is_overtaken_when_the_share_of_another_grows() -> None:
+    line = Line()
+    for name in ("first", "second", "third"):
+        line.add(name)
+    for _ in range(3):
+        line.step()
+        assert line.asks("first")  # vLLM has no room for it, and asks for no other one
+    line.cached["third"] = 90
+    line.now += LOOKUP_SECONDS
+    line.step()
+    assert [line.asks(name) for name in ("first", "second", "third")] == [False, False, True]
+
+
 def test_the_others_do_not_wait_for_a_request_that_is_skipped() -> None:
     line = Line()
     line.add("first")
@@ -277,7 +303,6 @@ def test_cached_parts_are_looked_up_again_while_the_scheduler_goes_on() -> None:
     for _ in range(3):
         line.step()
         assert line.asks("first")
-        assert line.asks("second")
     assert line.looked_up == ["first", "second"] * 2
     line.done = True
     line.step()
