@@ -488,7 +488,7 @@ def test_memory_over_many_requests(start, name):
 
 def test_cpu_time_in_vllms_scheduler():
     scenarios = [("request_us", "miss"), ("request_us", "hit")]
-    scenarios += [("step_us", "256"), ("waiting_us", "100000")]
+    scenarios += [("step_us", "256"), ("waiting_us", "100000"), ("waiting_us", "32_prompts")]
 
     def shown(name: str, scenario: tuple[str, str], keys: tuple[str, ...]) -> list[str]:
         measured = results(name)["benches"]["vllm_scheduler"][scenario[0]][scenario[1]]
@@ -500,14 +500,22 @@ def test_cpu_time_in_vllms_scheduler():
         "the same, all blocks",
         "a decode step of 256",
         "a prompt of 100,",
+        "32 prompts of 10,000",
     )
     keys = ("vllm", "added", "offloading", "engine")
     for start, scenario in zip(starts, scenarios, strict=True):
         both = [shown(f"vllm_scheduler{name}", scenario, keys) for name in ("", "-0.32.0")]
         assert cells_of(MEASURED, start)[1:] == [cell for cells in both for cell in cells]
+    both = [
+        results(f"vllm_scheduler{name}")["benches"]["vllm_scheduler"]["call_us"]
+        for name in ("", "-0.32.0")
+    ]
+    for method in both[0]:
+        times = [f"{measured[method]:.0f} µs" for measured in both]
+        assert cells_of(MEASURED, f"`{method}`")[2:] == times
     starts = ("prompt of 1,024", "prompt in host memory", "decode step of 256", "waiting prompt")
     keys = ("vllm", "added", "engine")
-    for start, scenario in zip(starts, scenarios, strict=True):
+    for start, scenario in zip(starts, scenarios[:4], strict=True):
         assert cells_of(MEASURED, start)[1:] == shown("vllm_scheduler-h100", scenario, keys)
 
 
