@@ -31,7 +31,22 @@ class EvictableBlocks final : private SplitListener {
     // Queues a run as used now. Skips blocks that are being loaded: the end of their transfer
     // queues them.
     void enqueue(RunId run);
-    void dequeue(RunId run);
+    void dequeue(RunId run) {
+        end_touch();
+        take_out(run);
+    }
+    // Takes a path out of the queues, run by run: call begin_use(), and then use() for each run
+    // without refs.
+    void begin_use(std::span<const NodeId> path) {
+        if (!path.empty() && path.back() == touched_) touched_ = kNone;  // which moves it anyway
+        end_touch();
+    }
+    void use(RunId run) {
+        Run& r = tree_.runs()[run];
+        const bool is_demoted = r.level == kDemotedLevel;
+        take_out(run);
+        if (is_demoted) r.level = kNormalLevel;  // a use ends a demotion
+    }
     // Queues one block alone. Splits the run of the block.
     void enqueue_block(NodeId node) { enqueue(tree_.isolate(node)); }
     void dequeue_block(NodeId node) {
@@ -47,8 +62,14 @@ class EvictableBlocks final : private SplitListener {
     // Puts a deferred block back to the front of its queue, if it can be evicted now. Those above
     // it may follow, which then wait in the queue behind it.
     void requeue_if_free(NodeId node);
-    // Marks a path as used now; its deepest block counts as the least recently used.
-    void touch(std::span<const NodeId> path);
+    // Marks a path, which begins at the root, as used now. Its deepest block counts as the least
+    // recently used.
+    void touch(std::span<const NodeId> path) {
+        end_touch();
+        if (path.empty()) return;
+        touched_ = path.back();
+        if (has_host_ || device_.has_parts()) end_touch();
+    }
     // Call before the first swapped lease holds the node, and after the last one has released it.
     void begin_hold(NodeId node);
     void end_hold(NodeId node);
@@ -59,9 +80,15 @@ class EvictableBlocks final : private SplitListener {
     // Removes all blocks, without access to their runs.
     void clear();
 
-    NodeId device_front() { return tree_.last_of(device_.front()); }
+    NodeId device_front() {
+        end_touch();
+        return tree_.last_of(device_.front());
+    }
     NodeId after_on_device(NodeId node) const { return next_victim(tree_, device_, node); }
-    NodeId host_front() { return tree_.last_of(host_.front()); }
+    NodeId host_front() {
+        end_touch();
+        return tree_.last_of(host_.front());
+    }
     NodeId after_on_host(NodeId node) const { return next_victim(tree_, host_, node); }
     std::uint32_t evictable_device() const { return queued_device_ + deferred_device_; }
     std::uint32_t queued_host() const { return queued_host_; }
@@ -71,11 +98,13 @@ class EvictableBlocks final : private SplitListener {
     // -- what decides the order
     // Call when a lease is granted. `seed`: seed of its context.
     void on_grant(Lease& lease, std::uint64_t seed) {
+        end_touch();
         if (order_->on_grant(lease, seed)) ahead_.restart();
         classify(lease, 0, lease.path);
     }
     // Call when a lease is released with a label, before it drops its refs.
     void on_label(Lease& lease, std::uint64_t seed, std::string_view label) {
+        end_touch();
         order_->on_label(lease, seed, label);
         if (lease.has_blocks()) classify(lease, 0, lease.path);
     }
@@ -83,6 +112,7 @@ class EvictableBlocks final : private SplitListener {
     // queued.
     void classify(const Lease& lease, std::size_t first, std::span<const NodeId> nodes);
     void on_device_resized(std::uint32_t blocks) {
+        end_touch();
         order_->on_device_resized(blocks);
         device_.resize(blocks);
     }
@@ -95,17 +125,15 @@ class EvictableBlocks final : private SplitListener {
     void demote(RunId run) { set_level(run, kDemotedLevel); }
     // Ends the retentions that end at `now` or before.
     void end_retentions(std::uint64_t now);
-    // Call when a lease uses a run: a use ends a demotion.
-    void note_use(RunId run) {
-        Run& r = tree_.runs()[run];
-        if (r.level == kDemotedLevel) r.level = kNormalLevel;
-    }
     // Makes room for a salt, whose own share is used up before those of others; 0 for no salt.
     void serve(std::uint32_t share) {
         if (device_.serve(share) != share && device_.has_parts()) ahead_.restart();
     }
     // Does the same for a forecast, after which the former share is served again.
-    std::uint32_t serve_forecast(std::uint32_t share) { return device_.serve(share); }
+    std::uint32_t serve_forecast(std::uint32_t share) {
+        end_touch();
+        return device_.serve(share);
+    }
     // Returns the rank of a block of the device queue, or of one that has returned to it.
     PreferredQueue::Rank device_rank(NodeId node) const {
         return tree_.run(node).has(kQueued) ? device_.rank_of(tree_.run_of(node))
@@ -150,6 +178,11 @@ class EvictableBlocks final : private SplitListener {
     std::uint32_t& queued_of(RunId run) {
         return is_on_device(run) ? queued_device_ : queued_host_;
     }
+    void end_touch() {
+        if (touched_ != kNone) move_touched();
+    }
+    void move_touched();
+    void take_out(RunId run);
     void push(RunId run);
     void append(PreferredQueue& queue, RunId run);
     void join_below(PreferredQueue& queue, RunId run);
@@ -167,6 +200,9 @@ class EvictableBlocks final : private SplitListener {
     PreferredQueue device_;  // runs without refs that are on the device, the next victim first
     PreferredQueue host_;    // runs without refs that only the host has
     LookAhead ahead_;
+    // Last block of a path that was used last, and that is moved in its queue before anything else
+    // reads or changes a queue: a grant, which mostly comes first, takes the path out instead.
+    NodeId touched_ = kNone;
     const bool has_host_;
     const bool has_classes_;
     std::uint32_t queued_device_ = 0;  // blocks

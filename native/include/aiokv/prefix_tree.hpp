@@ -172,6 +172,11 @@ class PrefixTree {
         while (!path.empty()) {
             const RunId id = run_of_[path.front()];
             const std::size_t length = runs_[id].length;
+            if (length == 1) {  // the processor goes on before it has read the length
+                visit(id, path.first(1));
+                path = path.subspan(1);
+                continue;
+            }
             visit(id, path.first(length));
             path = path.subspan(length);
         }
@@ -185,6 +190,11 @@ class PrefixTree {
         while (!path.empty()) {
             const RunId id = run_of_[path.back()];
             const std::size_t length = runs_[id].length;
+            if (length == 1) {
+                visit(id, path.last(1));
+                path = path.first(path.size() - 1);
+                continue;
+            }
             visit(id, path.last(length));
             path = path.first(path.size() - length);
         }
@@ -192,6 +202,7 @@ class PrefixTree {
     // Returns the leading blocks of a path that are in one run.
     std::span<const NodeId> first_part(std::span<const NodeId> path) const {
         const std::size_t blocks = run(path.front()).last() - path.front() + 1;
+        if (blocks == 1) return path.first(1);
         return path.first(std::min(blocks, path.size()));
     }
     // Returns how many blocks of a path have one of these flags. kDeviceValid must be among them.

@@ -49,7 +49,8 @@ class Residency {
     void unref(std::span<const NodeId> path);
     void hold(std::span<const NodeId> path);
     void unhold(std::span<const NodeId> path);
-    // Marks a path as used now: blocks that wait for eviction move to the end of their queue.
+    // Marks a path, which begins at the root, as used now: blocks that wait for eviction move to
+    // the end of their queue.
     void touch(std::span<const NodeId> path) { evictable_.touch(path); }
     // Call at the first grant of a lease. Reports its prompt and its hit to the eviction policy.
     void on_grant(Lease& lease) { evictable_.on_grant(lease, index_.seed_of(lease)); }
@@ -306,11 +307,9 @@ std::uint32_t Residency::publish(const Lease& lease, std::size_t first, std::siz
     const bool is_silent =
         !events_.has_streams() && !config_.copies_after(1) && lease.item_keys.empty();
     std::uint32_t count = 0;
+    evictable_.begin_use(nodes);
     tree_.for_each_run(nodes, [&](RunId id, std::span<const NodeId> part) {
-        if (tree_.runs()[id].refs++ == 0) {
-            evictable_.dequeue(id);
-            evictable_.note_use(id);
-        }
+        if (tree_.runs()[id].refs++ == 0) evictable_.use(id);
         if (!tree_[part.front()].has(kDeviceResident)) tree_.count_device_child(part.front(), +1);
         bool all_valid = true;
         Node* next = &tree_[part.front()];  // the blocks of a run have consecutive slots

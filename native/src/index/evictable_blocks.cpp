@@ -1,6 +1,7 @@
 #include "aiokv/evictable_blocks.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "report.hpp"
 
@@ -37,9 +38,10 @@ void EvictableBlocks::on_split(RunId split, RunId made, bool made_is_above) {
 // Puts a run at the end of its part of a queue. If the run before it there is the continuation of
 // its blocks, both become one run.
 inline void EvictableBlocks::append(PreferredQueue& queue, RunId id) {
+    Run& run = tree_.runs()[id];
     queue.push_back(id);
+    run.set(kQueued);  // not before the queue has read the level, which is in the same word
     if (queue.has_parts()) note_place(queue, id);
-    const Run& run = tree_.runs()[id];
     const std::uint32_t share = run.share;
     if (run.child == run.last() + 1) join_below(queue, id);  // most end at a fork, or at a leaf
     if (share > 0) fit_share(queue, share);
@@ -78,6 +80,7 @@ void EvictableBlocks::note_place(const PreferredQueue& queue, RunId id) {
 // -- levels ----------------------------------------------------------------------------------
 
 void EvictableBlocks::set_level(RunId id, Level level) {
+    end_touch();
     const bool is_queued = tree_.runs()[id].has(kQueued);
     PreferredQueue& queue = queue_of(id);
     if (is_queued) {
@@ -102,6 +105,7 @@ void EvictableBlocks::demote(std::span<const NodeId> path) {
 }
 
 void EvictableBlocks::end_retentions(std::uint64_t now) {
+    end_touch();
     const std::vector<Levels::Rank> ended = levels_.end(now);
     for (const Levels::Rank rank : ended) {
         device_.end_level(rank);
@@ -120,8 +124,7 @@ void EvictableBlocks::end_retentions(std::uint64_t now) {
 // -- runs ------------------------------------------------------------------------------------
 
 void EvictableBlocks::push(RunId id) {
-    Run& run = tree_.runs()[id];
-    run.set(kQueued);
+    const Run& run = tree_.runs()[id];
     if (is_on_device(id)) {
         queued_device_ += run.length;
         append(device_, id);
@@ -133,6 +136,7 @@ void EvictableBlocks::push(RunId id) {
 }
 
 void EvictableBlocks::enqueue(RunId id) {
+    end_touch();
     if (tree_.runs()[id].has(kOnDevice)) return push(id);
     constexpr std::uint32_t kLoading = kDeviceLoading;
     constexpr std::uint32_t kValid = kDeviceValid;
@@ -152,7 +156,7 @@ void EvictableBlocks::enqueue(RunId id) {
     }
 }
 
-void EvictableBlocks::dequeue(RunId id) {
+void EvictableBlocks::take_out(RunId id) {
     Run& run = tree_.runs()[id];
     if (!run.has(kQueued | kParked)) return;
     const bool is_device = is_on_device(id);
@@ -168,6 +172,7 @@ void EvictableBlocks::dequeue(RunId id) {
 }
 
 void EvictableBlocks::trim(RunId id, std::uint32_t count) {
+    end_touch();
     queued_of(id) -= count;
     if (!is_on_device(id)) idle_host_ -= count;
     if (count == tree_.runs()[id].length) {
@@ -179,6 +184,7 @@ void EvictableBlocks::trim(RunId id, std::uint32_t count) {
 }
 
 void EvictableBlocks::clear() {
+    touched_ = kNone;
     device_.clear();
     host_.clear();
     ahead_.restart();
@@ -222,6 +228,7 @@ void EvictableBlocks::trim_unsaved_parked() {
 }
 
 void EvictableBlocks::requeue_if_free(NodeId node) {
+    end_touch();
     const Node& n = tree_[node];
     if (!tree_.run(node).has(kParked) || n.pins > 0) return;
     const bool on_device = n.has(kDeviceValid);
@@ -242,25 +249,15 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
     ahead_.add_front(node);
 }
 
-void EvictableBlocks::touch(std::span<const NodeId> path) {
-    while (!path.empty()) {
-        const NodeId node = path.back();
+void EvictableBlocks::move_touched() {
+    for (NodeId node = std::exchange(touched_, kNone); node != kNone;) {
         RunId id = tree_.run_of(node);
         const Run& run = tree_.runs()[id];
-        path = path.first(path.size() - (node - run.first + 1));
+        const NodeId last = std::exchange(node, run.parent);
         if (!run.has(kQueued | kParked)) continue;
-        if (run.last() != node) id = tree_.split_after(node);
-        if (tree_.runs()[id].has(kParked)) {
-            dequeue(id);
-            note_use(id);
-            push(id);
-            continue;
-        }
-        PreferredQueue& queue = queue_of(id);
-        ahead_.remove(id);
-        queue.remove(id);
-        note_use(id);
-        append(queue, id);
+        if (run.last() != last) id = tree_.split_after(last);
+        use(id);
+        push(id);
     }
 }
 

@@ -7,13 +7,11 @@ namespace aiokv {
 
 std::uint32_t Residency::ref(std::span<const NodeId> path) {
     std::uint32_t resident = 0;
+    evictable_.begin_use(path);
     tree_.for_each_run(path, [&](RunId id, std::span<const NodeId> nodes) {
         Run& run = tree_.runs()[id];
         const bool is_first = run.refs++ == 0;
-        if (is_first) {
-            evictable_.dequeue(id);
-            evictable_.note_use(id);
-        }
+        if (is_first) evictable_.use(id);
         resident += tree_.count_on_device(run, nodes, kDeviceResident);
         if (!is_first || config_.host_blocks == 0) return;
         for (const NodeId node : nodes) {
