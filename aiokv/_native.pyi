@@ -716,9 +716,6 @@ class Core:
 
     def take_abandoned_peer_transfers(self) -> list[int]: ...
 
-    @property
-    def has_peer_transfers(self) -> bool: ...
-
     def is_in_flight(self, transfer: int) -> bool: ...
 
     def saving(self, lease: int) -> int:

@@ -217,9 +217,7 @@ class CacheEngine(Unique):
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
         """
-        return self._leases.match(
-            tokens, salt=salt, adapter=adapter, items=items, owner=owner, read=read, write=write
-        )
+        return self._leases.match(tokens, salt, adapter, items, owner, read, write)
 
     def would_hit(
         self,

@@ -24,6 +24,7 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
+from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
@@ -492,8 +493,8 @@ class Lease(Unique):
         frame = sys._getframe(1)
         if frame.f_globals.get("__name__") in _RELEASING_MODULES:
             frame = outer_caller().frame
-        record.end = (frame.f_code, frame.f_lineno)
-        record.leases.release(record, after, returns=returns)
+        record.end = (frame.f_code, frame.f_lasti)
+        record.leases.release(record, after, returns)
 
     def __del__(self) -> None:
         if self.record.id and self.record.leases.collect(self.record):
@@ -903,7 +904,9 @@ class Lease(Unique):
                 result = leases.scheduler.commit(lease_id, num_tokens, in_next_step=True)
             else:
                 result = leases.scheduler.commit(lease_id, num_tokens)
-            published = leases.apply(result)
+            published, effects = result
+            if effects is not NO_EFFECTS or leases.waiters:
+                leases.apply(result)
             if leases.timers:
                 leases.used(lease_id)
         else:

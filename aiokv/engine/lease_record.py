@@ -33,8 +33,9 @@ class LeaseRecord(msgspec.Struct, eq=False):
         owner: name of the request for error and log messages.
         salt: namespace of the prompt, whose quota counts the blocks.
         layers: view of the transfers that the lease waits for; done when there are none.
-        end: line that released the lease, or the cause of its end, for error messages; None before
-            the end, and for a lease that ended with its engine.
+        end: code that released the lease, and the offset of the instruction in it; or the cause of
+            its end; for error messages. None before the end, and for a lease that ended with its
+            engine.
     """
 
     leases: Leases
@@ -90,8 +91,9 @@ class LeaseRecord(msgspec.Struct, eq=False):
         elif isinstance(self.end, str):
             state = self.end
         elif self.end is not None:
-            code, line = self.end
-            state = f"released at {code.co_filename}:{line}"
+            code, offset = self.end
+            lines = (line for start, stop, line in code.co_lines() if start <= offset < stop)
+            state = f"released at {code.co_filename}:{next(lines, None)}"
         else:
             state = "ended with its engine"
         return f"<Lease of {lease_name(self.owner, self.number)}, {state}>"

@@ -17,6 +17,7 @@ from aiokv.engine.lifetime import Phase
 from aiokv.engine.recording import Recordings
 from aiokv.engine.sending import Sending
 from aiokv.errors import LeaseError, UsageError
+from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Leases:
     Attributes:
         read: read access to the scheduler's state.
         scheduler: makes the transitions of leases.
-        apply: applies the effects of a transition; see ``Dispatcher.apply``.
+        apply: applies the effects of a transition; see ``Dispatcher.apply``. Transitions that are
+            made most often skip it when there are neither effects nor ``waiters``.
+        waiters: tasks that wait for a condition; see ``Conditions.waiters``.
         check_loop: see ``Lifetime.check_loop``.
         check_open: see ``Lifetime.check_open``.
         check_thread: see ``Lifetime.check_thread``.
@@ -80,6 +83,7 @@ class Leases:
         self.scheduler = parts.scheduler
         self.dispatcher = parts.dispatcher
         self.apply = parts.dispatcher.apply
+        self.waiters = parts.dispatcher.conditions.waiters
         self.lifetime = parts.lifetime
         self.check_loop = parts.lifetime.check_loop
         self.check_open = parts.lifetime.check_open
@@ -113,13 +117,12 @@ class Leases:
     def match(
         self,
         tokens: TokenIds,
-        *,
-        salt: str = NO_NAME,
-        adapter: str = NO_NAME,
-        items: Sequence[Item] = (),
-        owner: str = NO_NAME,
-        read: bool = True,
-        write: bool = True,
+        salt: str,
+        adapter: str,
+        items: Sequence[Item],
+        owner: str,
+        read: bool,
+        write: bool,
     ) -> Lease:
         """See ``CacheEngine.match``."""
         self.check_open()
@@ -137,10 +140,14 @@ class Leases:
         context = context_of(salt, adapter) if salt or adapter else ""
         triples = as_items(items) if items else ()
         result = self.scheduler.match(array, context, triples, read, write, owner, salt)
-        record = self._opened(self.apply(result), owner, salt)
+        lease_id, effects = result
+        if effects is not NO_EFFECTS or self.waiters:
+            self.apply(result)
+        if self.observers.active:
+            self.observers.matched(lease_id)
         if self.recordings.active:
-            self.recordings.matched(record.id, array, context, triples)
-        return Lease(record)
+            self.recordings.matched(lease_id, array, context, triples)
+        return Lease(LeaseRecord(self, lease_id, lease_id, owner, salt, self.done))
 
     def would_hit(self, tokens: TokenIds, *, salt: str, adapter: str, items: Sequence[Item]) -> Hit:
         """See ``CacheEngine.would_hit``."""
@@ -207,7 +214,6 @@ class Leases:
         self,
         record: LeaseRecord,
         after: Event | None = None,
-        *,
         returns: str = "",
         unused_seconds: float | None = None,
     ) -> None:
@@ -237,9 +243,11 @@ class Leases:
         self.num_ended += 1
         scheduler = self.scheduler
         if unused_seconds is None:
-            self.apply(scheduler.release(lease_id, used_in, returns))
+            result = scheduler.release(lease_id, used_in, returns)
         else:
-            self.apply(scheduler.expire(lease_id))
+            result = scheduler.expire(lease_id)
+        if result[1] is not NO_EFFECTS or self.waiters:
+            self.apply(result)
         if self.timers:
             self.used(lease_id)
         if self.observers.active:

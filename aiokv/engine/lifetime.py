@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from enum import Enum
 from threading import get_ident
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from aiokv.errors import BrokenEngineError, ClosedError, UsageError
 from aiokv.scheduler.guarded import broken
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NO_THREAD: Final = -1
 _running_loop = asyncio._get_running_loop
@@ -47,6 +50,7 @@ class Lifetime:
 
     __slots__ = (
         "_loop",
+        "_loop_runs",
         "_serves",
         "_thread",
         "failure",
@@ -63,6 +67,7 @@ class Lifetime:
         self.is_running = False
         self.is_usable = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_runs: Callable[[], bool] = lambda: False
         self._thread = 0  # id of the loop's thread, while the engine is open or closing
         self._serves = False  # True while open and not broken
 
@@ -104,6 +109,7 @@ class Lifetime:
                 hint="make a new CacheEngine",
             )
         self._loop = loop
+        self._loop_runs = loop.is_running
 
     def open(self) -> None:
         """Accept calls."""
@@ -145,7 +151,7 @@ class Lifetime:
             BrokenEngineError: the device failed, or a rank was lost.
             UsageError: the call is made outside the engine's loop.
         """
-        if self._serves and _running_loop() is self._loop:
+        if self._serves and get_ident() == self._thread and self._loop_runs():
             return
         self.check_loop()
         if self.is_closing:
@@ -163,10 +169,13 @@ class Lifetime:
             BrokenEngineError: a failure has left the state of the engine unknown.
             UsageError: the call is made outside the engine's loop.
         """
-        if self.is_usable and _running_loop() is self._loop:
+        # Python 3.11 asks the kernel for the process id before it returns the running loop.
+        if self.is_usable and get_ident() == self._thread and self._loop_runs():
             return
         self.check_running()
-        raise self.new_error()
+        if not self.is_usable:
+            raise self.new_error()
+        self._thread = get_ident()  # the loop was stopped, and now runs in this thread
 
     def new_error(self) -> BrokenEngineError:
         """Return the error of calls after ``give_up``."""

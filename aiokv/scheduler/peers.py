@@ -41,6 +41,9 @@ class ReceivesAndSends:
         pending: leases that wait for blocks of other leases.
         saver: saves received blocks to host memory.
         settle: ends a transition that may have freed blocks, and returns the effects.
+
+    Attributes:
+        has_begun: True after the first transfer has begun.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ReceivesAndSends:
         self._groups = block_groups(config)
         self._records_checksums = config.verify == "checksum"
         self._block_tokens = config.block_tokens
+        self.has_begun = False
 
     # --- transitions ----------------------------------------------------------------------------
 
@@ -243,5 +247,6 @@ class ReceivesAndSends:
 
     def _begin(self, begin: Callable[..., int], *args: int | bytes) -> tuple[int, Effects]:
         transfer_id = begin(*args)
+        self.has_begun = True
         self._outbox.effects.submit.append(self._plans.peer(transfer_id))
         return transfer_id, self._outbox.pending

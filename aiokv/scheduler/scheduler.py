@@ -271,7 +271,7 @@ class CacheScheduler:
             self._granting.cancel_abandoned()
         if self._saves_windows and self._core.wants_backups():
             self._saver.want()  # a save of window blocks waits until some ids are not reserved
-        if self._core.has_peer_transfers:
+        if self.peers.has_begun:
             self.peers.cancel_abandoned()
         if (self._requests or self._waiters) and not self._advances:
             if self._outbox.pending.cancel:
@@ -468,7 +468,6 @@ class CacheScheduler:
         """
         return self._core.extendable_blocks(limit, self._saver.drops_unsaved)
 
-    @guarded
     def allocate(
         self,
         lease_id: int,
@@ -495,13 +494,14 @@ class CacheScheduler:
             RequestTooLarge: the device or the salt's quota can never hold the request.
         """
         if not waits_for_store:
-            grant, effects = self.try_allocate(
+            result = self.try_allocate(
                 lease_id, num_tokens, priority, Priority.DEMAND, reserve_blocks
             )
-            if grant is not None:
-                return grant, effects
+            if result[0] is not None:
+                return result
         return self._join_line(lease_id, num_tokens, priority, waits_for_store, reserve_blocks)
 
+    @guarded
     def _join_line(
         self,
         lease_id: int,

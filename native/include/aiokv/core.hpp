@@ -308,7 +308,6 @@ class Core {
     const PeerTransfer& peer_transfer(TransferId id) const { return peers_.get(id); }
     std::vector<PeerEnd> take_peer_ends() { return peers_.take_ends(); }
     std::vector<TransferId> take_abandoned_peer_transfers() { return peers_.take_abandoned(); }
-    bool has_peer_transfers() const { return peers_.exist(); }
 
     // -- transfers
     const Transfer& transfer(TransferId id) const {

@@ -130,7 +130,6 @@ class PeerTransfers {
     // Returns the transfers in flight that were abandoned since the last call: they are worth
     // cancelling.
     std::vector<TransferId> take_abandoned();
-    bool exist() const { return !in_flight_.empty(); }
 
     // -- for other transitions. The checks throw LeaseError, changing nothing.
     // Throws LeaseError, changing nothing, as do the checks below. Positions that a receive in

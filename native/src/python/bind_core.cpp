@@ -819,7 +819,6 @@ void bind_core(nb::module_& m) {
              "call, and "
              "whose lease has a handle.")
         .def("take_abandoned_peer_transfers", &Core::take_abandoned_peer_transfers)
-        .def_prop_ro("has_peer_transfers", &Core::has_peer_transfers)
         .def("is_in_flight", &Core::is_in_flight, "transfer"_a)
         .def("saving", &Core::saving, "lease"_a,
              "A backup of the lease's blocks that is under way and that a swap has to wait for; 0: "
