@@ -52,7 +52,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from aiokv.connectors.vllm import AiokvConnector
 from aiokv.connectors.vllm.scheduler import SAVED_TOKENS
-from aiokv.connectors.vllm.waiting import MOST_WAITING
+from aiokv.connectors.vllm.waiting import MOST_COMPARED
 from aiokv.errors import InternalError
 from bench import harness
 from tests.connectors.vllm.configs import tensors_of, vllm_config
@@ -375,7 +375,7 @@ def _steps(server: Server, rng: random.Random) -> dict[str, Seconds]:
 
 def _waiting(server: Server, rng: random.Random) -> dict[str, Seconds]:
     prompt = _prompt(rng, WAITING_TOKENS)
-    line = [_prompt(rng, LINE_TOKENS) for _ in range(MOST_WAITING)]
+    line = [_prompt(rng, LINE_TOKENS) for _ in range(MOST_COMPARED)]
     for cached in (prompt[: WAITING_TOKENS // 2], line[-1]):
         _serve(server, [cached], 1)
     running = [server.add(_prompt(rng, RUNNING_TOKENS), 256) for _ in range(4)]
@@ -383,7 +383,7 @@ def _waiting(server: Server, rng: random.Random) -> dict[str, Seconds]:
         server.step()
     alone = _steps_of(server)
     seconds = {}
-    for name, prompts in ((str(WAITING_TOKENS), [prompt]), (f"{MOST_WAITING}_prompts", line)):
+    for name, prompts in ((str(WAITING_TOKENS), [prompt]), (f"{MOST_COMPARED}_prompts", line)):
         waiting = [server.add(tokens, 1) for tokens in prompts]
         if name == str(WAITING_TOKENS):
             server.step()  # which matches it

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokv.base.cached_rank import cached_rank
@@ -17,7 +18,7 @@ from aiokv.base.types import as_tokens
 from aiokv.connectors.vllm.requests import Parameters, is_cacheable, names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.cache import HostCache
     from aiokv.sync import Answer, Calls
 
-MOST_WAITING: Final = 32  # more are not compared: vLLM would ask for each of them in a step
+MOST_COMPARED: Final = 32  # at the beginning of the line; those behind keep their order
 LOOKUP_TOKENS: Final = 16_384  # per step; the last prompt that is looked up may exceed it
 LOOKUP_SECONDS: Final = 1.0  # age at which a cached part is looked up again
 RETAINED_SECONDS: Final = 2.0  # time for which the cached part of a waiting prompt is retained
@@ -58,8 +59,9 @@ class WaitingOrder:
 
     The order is that of ``CacheConfig(admission="cached_first")``: see ``cached_rank``. Requests
     that have waited for ``overtake_seconds`` are overdue. Blocks that host memory has of the
-    prompts are evicted after others. Nothing of this is done while one request waits, or more than
-    ``MOST_WAITING``, or if all requests are new and the next step has room for them.
+    prompts are evicted after others. This is done for the first ``MOST_COMPARED`` requests in order
+    of arrival, behind which the others wait; not while only one waits, or if all requests are new
+    and the next step has room for them.
 
     The cached part of a new prompt is looked up at once. It is looked up again in the engine's
     thread while the model computes, so vLLM's scheduler does not wait.
@@ -89,6 +91,7 @@ class WaitingOrder:
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}  # in order of arrival
         self._first: _Waiting | None = None  # of the order, until something changes
+        self._last_compared = 0  # number of the last request that was compared with it
         self._answered: _Waiting | None = None  # the last one in this step that may begin
         self._compares: bool | None = None  # in this step; None before vLLM has asked
         self._has_left = False  # the last step has left requests in line
@@ -134,7 +137,7 @@ class WaitingOrder:
         if self._has_left:
             now = self._clock()
             self._note_overdue(now)
-            if self._posted is None and 1 < len(self._waiting) <= MOST_WAITING:
+            if self._posted is None and len(self._waiting) > 1:
                 self._look_up_again(now)
 
     def is_overtaken(self, request: Request, local: int) -> bool:
@@ -165,17 +168,28 @@ class WaitingOrder:
         if self._posted is not None and self._posted.calls.done:
             found, self._posted = self._posted, None
             self._note_found(found)
-        if self._first is None:
-            self._look_up_new()
-            ready = [
-                each for each in self._waiting.values() if each is asked or self._is_ready(each)
-            ]
-            self._first = min(ready, key=_rank_of)
-        if self._first.rank < asked.rank:
+        if self._is_behind(asked):
             self._asked_end = _END_OF_LINE  # vLLM asks for the next one
             return True
         self._answered = asked
         return False
+
+    def _is_behind(self, asked: _Waiting) -> bool:
+        """Return True if another request that may begin has a lower rank."""
+        if self._first is None:
+            self._look_up_new()
+            compared = list(self._compared())
+            self._last_compared = compared[-1].place[1]
+            ready = [each for each in compared if each is asked or self._is_ready(each)]
+            if not ready:
+                return False
+            self._first = min(ready, key=_rank_of)
+        if asked.place[1] > self._last_compared:
+            return self._first.place[0] <= asked.place[0]
+        return self._first.rank < asked.rank
+
+    def _compared(self) -> Iterable[_Waiting]:
+        return islice(self._waiting.values(), MOST_COMPARED)
 
     def skip(self, request_id: str) -> None:
         """Note that a request cannot begin in this step: the others do not wait for it."""
@@ -192,7 +206,7 @@ class WaitingOrder:
 
     def _should_compare(self) -> bool:
         waiting = self._waiting
-        if self._idle_steps > 1 or not 1 < len(waiting) <= MOST_WAITING:
+        if self._idle_steps > 1 or len(waiting) < 2:
             return False
         if self._has_left:
             return True
@@ -274,7 +288,7 @@ class WaitingOrder:
         taken: list[_Waiting] = []
         if not self._cache.is_usable:
             return taken
-        for waiting in self._waiting.values():
+        for waiting in self._compared():
             if self._lookup_tokens <= 0:
                 break
             if is_due(waiting):

@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from aiokv.connectors.vllm.waiting import (
     LOOKUP_SECONDS,
     LOOKUP_TOKENS,
-    MOST_WAITING,
+    MOST_COMPARED,
     WaitingOrder,
 )
 from aiokv.errors import BrokenEngineError
@@ -346,14 +346,33 @@ def test_a_request_that_reads_nothing_is_not_looked_up(wishes: dict[str, Any]) -
     assert line.looked_up == ["first"]
 
 
-def test_one_request_is_not_looked_up_and_neither_are_very_many() -> None:
+def test_one_request_is_not_looked_up() -> None:
     line = Line()
     line.add("cached", 90)
-    assert line.asks("cached")
-    for i in range(MOST_WAITING + 1):
-        line.add(f"r{i}")
     assert line.begins(1) == ["cached"]
     assert not line.looked_up
+
+
+def test_requests_far_behind_wait_for_the_first_ones_in_line() -> None:
+    line = Line()
+    first = [f"r{i}" for i in range(MOST_COMPARED - 1)]
+    for name in first:
+        line.add(name)
+    line.add("cached", 50)
+    line.add("behind", 90)
+    assert not line.asks("behind")
+    assert line.begins() == ["cached", "behind", *first]
+    assert set(line.looked_up) == {"cached", "behind", *first}
+
+
+def test_a_request_far_behind_with_a_higher_priority_goes_first() -> None:
+    line = Line(priorities=True)
+    for i in range(MOST_COMPARED):
+        line.add(f"r{i}", 90, priority=1)
+    line.add("urgent", priority=0)
+    line.add("behind", 90, priority=1)
+    assert line.asks("urgent")
+    assert not line.asks("behind")
 
 
 def test_without_a_time_to_overtake_the_order_is_vllms() -> None:
