@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -124,6 +125,45 @@ async def test_only_blocks_that_nothing_else_shares_are_forgotten_or_demoted():
         assert engine.forget(two, salt="other") == 0
         assert engine.forget(two) == 16
         assert engine.would_hit(two).total == 0
+        assert engine.check_invariants() == []
+
+
+async def update_weights(engine: CacheEngine, tokens: list[int]) -> None:
+    async with engine.updating_weights():
+        pass
+
+
+CHANGES = {
+    "retain": lambda engine, tokens: engine.retain(tokens, seconds=60),
+    "retain a part": lambda engine, tokens: engine.retain(tokens[: 2 * BT], seconds=60),
+    "demote": lambda engine, tokens: engine.demote(tokens),
+    "forget": lambda engine, tokens: engine.forget(tokens),
+    "evict": lambda engine, tokens: engine.evict(2),
+    "reset": lambda engine, tokens: engine.reset(),
+    "purge": lambda engine, tokens: engine.purge(""),
+    "weights": update_weights,
+}
+
+
+@pytest.mark.parametrize("history", [0, 8])
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_prompt_that_was_matched_and_not_granted_is_changed(change, history):
+    """The match puts its blocks, which two leases have left one after the other, side by side."""
+    tokens = list(range(5 * BT))
+    async with engine_of(32, miss_history_blocks=history) as engine:
+        await serve(engine, tokens)
+        async with await engine.match(tokens[: 2 * BT + 1]) as shorter:
+            await shorter.allocate(2 * BT + 1)
+            async with await engine.match(tokens) as longer:
+                await longer.allocate(5 * BT)
+            await serve(engine, document(1))
+        async with engine.match([*tokens, 1]):
+            changed = CHANGES[change](engine, tokens)
+            if inspect.isawaitable(changed):
+                await changed
+            assert engine.check_invariants() == []
+        await serve(engine, document(2, 30 * BT))  # evicts most of them
+        await serve(engine, tokens)
         assert engine.check_invariants() == []
 
 

@@ -64,12 +64,7 @@ class EvictableBlocks final : private SplitListener {
     void requeue_if_free(NodeId node);
     // Marks a path, which begins at the root, as used now. Its deepest block counts as the least
     // recently used.
-    void touch(std::span<const NodeId> path) {
-        end_touch();
-        if (path.empty()) return;
-        touched_ = path.back();
-        if (has_host_ || device_.has_parts()) end_touch();
-    }
+    void touch(std::span<const NodeId> path);
     // Call before the first swapped lease holds the node, and after the last one has released it.
     void begin_hold(NodeId node);
     void end_hold(NodeId node);
@@ -183,8 +178,8 @@ class EvictableBlocks final : private SplitListener {
     }
     void move_touched();
     void take_out(RunId run);
-    void push(RunId run);
-    void append(PreferredQueue& queue, RunId run);
+    void push(RunId run, bool joins = true);
+    void append(PreferredQueue& queue, RunId run, bool joins = true);
     void join_below(PreferredQueue& queue, RunId run);
     void set_level(RunId run, Level level);
     void fit_share(PreferredQueue& queue, std::uint32_t share);

@@ -35,15 +35,16 @@ void EvictableBlocks::on_split(RunId split, RunId made, bool made_is_above) {
     made_is_above ? queue.insert_after(made, split) : queue.insert_before(made, split);
 }
 
-// Puts a run at the end of its part of a queue. If the run before it there is the continuation of
-// its blocks, both become one run.
-inline void EvictableBlocks::append(PreferredQueue& queue, RunId id) {
+// Puts a run at the end of its part of a queue. With `joins`, and if the run before it there is the
+// continuation of its blocks, both become one run.
+inline void EvictableBlocks::append(PreferredQueue& queue, RunId id, bool joins) {
     Run& run = tree_.runs()[id];
     queue.push_back(id);
     run.set(kQueued);  // not before the queue has read the level, which is in the same word
     if (queue.has_parts()) note_place(queue, id);
     const std::uint32_t share = run.share;
-    if (run.child == run.last() + 1) join_below(queue, id);  // most end at a fork, or at a leaf
+    // Most end at a fork, or at a leaf.
+    if (joins && run.child == run.last() + 1) join_below(queue, id);
     if (share > 0) fit_share(queue, share);
 }
 
@@ -123,15 +124,15 @@ void EvictableBlocks::end_retentions(std::uint64_t now) {
 
 // -- runs ------------------------------------------------------------------------------------
 
-void EvictableBlocks::push(RunId id) {
+void EvictableBlocks::push(RunId id, bool joins) {
     const Run& run = tree_.runs()[id];
     if (is_on_device(id)) {
         queued_device_ += run.length;
-        append(device_, id);
+        append(device_, id, joins);
     } else {
         queued_host_ += run.length;
         idle_host_ += count_idle_host(id);
-        append(host_, id);
+        append(host_, id, joins);
     }
 }
 
@@ -249,15 +250,23 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
     ahead_.add_front(node);
 }
 
+void EvictableBlocks::touch(std::span<const NodeId> path) {
+    end_touch();
+    if (path.empty()) return;
+    touched_ = path.back();
+    const Run& run = tree_.run(touched_);
+    if (run.has(kQueued | kParked) && run.last() != touched_) tree_.split_after(touched_);
+    if (has_host_ || device_.has_parts()) end_touch();
+}
+
+// Callers of what follows may hold ids of runs, so no run is divided or joined here.
 void EvictableBlocks::move_touched() {
     for (NodeId node = std::exchange(touched_, kNone); node != kNone;) {
-        RunId id = tree_.run_of(node);
-        const Run& run = tree_.runs()[id];
-        const NodeId last = std::exchange(node, run.parent);
-        if (!run.has(kQueued | kParked)) continue;
-        if (run.last() != last) id = tree_.split_after(last);
+        const RunId id = tree_.run_of(node);
+        node = tree_.runs()[id].parent;
+        if (!tree_.runs()[id].has(kQueued | kParked)) continue;
         use(id);
-        push(id);
+        push(id, false);
     }
 }
 
