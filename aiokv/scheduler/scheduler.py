@@ -468,6 +468,7 @@ class CacheScheduler:
         """
         return self._core.extendable_blocks(limit, self._saver.drops_unsaved)
 
+    @guarded
     def allocate(
         self,
         lease_id: int,
@@ -501,7 +502,6 @@ class CacheScheduler:
                 return result
         return self._join_line(lease_id, num_tokens, priority, waits_for_store, reserve_blocks)
 
-    @guarded
     def _join_line(
         self,
         lease_id: int,
