@@ -486,6 +486,14 @@ def test_memory_over_many_requests(start, name):
     assert cells_of(section[: section.index("### CPU time")], start)[1:] == shown
 
 
+def test_cpu_time_of_the_history_of_misses():
+    cases = results("miss_history")["benches"]["miss_history"].values()
+    page = (ROOT / "docs/operate/tuning.md").read_text()
+    for history in ("quarter", "full"):
+        costs = [case[f"{history}.cost"] for case in cases]
+        assert f"{min(costs):.2f} to {max(costs):.2f} times" in page
+
+
 def test_cpu_time_in_vllms_scheduler():
     scenarios = [("request_us", "miss"), ("request_us", "hit")]
     scenarios += [("step_us", "256"), ("waiting_us", "100000"), ("waiting_us", "32_prompts")]
