@@ -283,9 +283,9 @@ def labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     labels: list[str] = []
     release = Leases.release
 
-    def note(leases: Leases, *args: Any, returns: str = "", **options: Any) -> None:
+    def note(leases: Leases, record: Any, after: Any = None, returns: str = "") -> None:
         labels.append(returns)
-        release(leases, *args, returns=returns, **options)
+        release(leases, record, after, returns)
 
     monkeypatch.setattr(Leases, "release", note)
     return labels
