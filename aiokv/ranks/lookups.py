@@ -59,7 +59,8 @@ class GroupLookups:
         return self._mapped.may_have(digest)
 
     def is_lacking(self, digest: bytes) -> bool:
-        """Return False if there are stores that are not read: the filters do not cover them."""
+        """Return True if the filters, in which ``may_have`` has found no block, are those of all
+        stores: no store is only saved to."""
         filters = self._filters()
         return filters is not None and filters.covers_all
 

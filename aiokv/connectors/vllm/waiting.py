@@ -199,7 +199,7 @@ class WaitingOrder:
 
     def _note_passed_over(self) -> None:
         """Skip the requests that vLLM did not ask for before it asked for others behind them."""
-        for waiting in self._waiting.values():
+        for waiting in self._compared():
             if waiting.asked_in < self._asked_step and waiting.place < self._asked_end:
                 waiting.is_skipped = True
         self._asked_step = self._step
@@ -226,7 +226,7 @@ class WaitingOrder:
 
     def _note_overdue(self, now: float) -> None:
         """Rank the requests anew that have waited for long: the first ones."""
-        for waiting in self._waiting.values():
+        for waiting in self._compared():
             if now - waiting.since < self._overtake_seconds:
                 break
             if not waiting.is_overdue:
