@@ -67,12 +67,22 @@ def _vllm_simple(settings: Settings) -> dict[str, Any]:
 
 
 def _lmcache(settings: Settings) -> dict[str, Any]:
+    return _lmcache_connector(settings.host_gib)
+
+
+def _lmcache_disk(settings: Settings) -> dict[str, Any]:
+    return _lmcache_connector(
+        settings.small_host_gib,
+        local_disk=f"file://{settings.disk}/",
+        max_local_disk_size=float(settings.disk_gib),
+    )
+
+
+def _lmcache_connector(host_gib: float, **options: Any) -> dict[str, Any]:
+    options |= {"local_cpu": True, "max_local_cpu_size": host_gib}
     return {
         "kv_connector": "LMCacheConnectorV1",
-        "kv_connector_extra_config": {
-            "lmcache.local_cpu": True,
-            "lmcache.max_local_cpu_size": settings.host_gib,
-        },
+        "kv_connector_extra_config": {f"lmcache.{name}": each for name, each in options.items()},
     }
 
 
@@ -108,6 +118,7 @@ SERVERS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "vllm": _vllm,
     "vllm-simple": _vllm_simple,
     "lmcache": _lmcache,
+    "lmcache-disk": _lmcache_disk,
     "aiokv": _aiokv,
     "aiokv-async": _aiokv_async,
     "aiokv-layers": _aiokv_layers,
