@@ -85,7 +85,7 @@ class Stream:
 class BlockMap:
     """Addresses of the blocks of both tiers. Borrows the memory."""
 
-    def __init__(self, num_layers: int, pieces: Sequence[tuple[int, int, int, int, int, int, int, int]], host_base: int, host_stride: int, host_blocks: int, device_blocks: int) -> None: ...
+    def __init__(self, num_layers: int, pieces: Sequence[tuple[int, int, int, int, int]], host_base: int, host_stride: int, host_blocks: int, device_blocks: int) -> None: ...
 
 class CopyJob:
     """One transfer in flight. Thread-safe."""

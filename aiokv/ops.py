@@ -206,7 +206,7 @@ def _swap_on_cpu(
             size = device.block_bytes
             blocks = _native.BlockMap(
                 num_layers=1,
-                pieces=[(0, device.pointer, device.stride_bytes, size, 0, size, 0, 0)],
+                pieces=[(0, device.pointer, device.stride_bytes, size, 0)],
                 host_base=host.pointer,
                 host_stride=host.stride_bytes,
                 host_blocks=host.num_blocks,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv import _native
-from aiokv.layout.host_format import STORE_ALIGNMENT_BYTES
+from aiokv.layout.host_block import STORE_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv._native import seal_blocks
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.peers.messages import MAX_LISTED, Credit, Done, Landed, SlotCredit, Want, fragment_key
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.worker.arena import HostArena

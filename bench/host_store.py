@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvloop
 
-from aiokv.layout.host_format import TRAILER_BYTES, pitch_bytes
+from aiokv.layout.host_block import TRAILER_BYTES, pitch_bytes
 from aiokv.stores import HostStore, StoreMemory, StoreUse
 from aiokv.stores.base import KEY_BYTES, Result
 from aiokv.stores.guard import StoreGuard

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvloop
 
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.stores.base import KEY_BYTES, Result, StoreMemory
 from aiokv.stores.redis import RedisStore
 from aiokv.stores.redis.commands import WINDOW_BYTES

@@ -12,7 +12,7 @@ from aiokv.base import checks
 from aiokv.base.groups import ATTENTION, RETENTIONS, STATE, Retention, is_reserved
 from aiokv.config.save_policy import SaveMoment, SavePolicy
 from aiokv.errors import ConfigError
-from aiokv.layout.host_format import pitch_bytes
+from aiokv.layout.host_block import pitch_bytes
 
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions

@@ -22,7 +22,7 @@ import msgspec
 from aiokv.base import checks
 from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.errors import ConfigError
-from aiokv.layout.host_format import pitch_bytes
+from aiokv.layout.host_block import pitch_bytes
 from aiokv.layout.regions import Regions, num_blocks_for
 from aiokv.stores.options import parse_bytes
 

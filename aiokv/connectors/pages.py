@@ -22,7 +22,7 @@ from aiokv import _native
 from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import FETCH, SAVE, Priority, Route, TransferPlan, id_bytes
 from aiokv.errors import ClosedError, UsageError
-from aiokv.layout.host_format import pitch_bytes
+from aiokv.layout.host_block import pitch_bytes
 from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import KEY_BYTES, Result, StoreMemory
 from aiokv.stores.pools import StorePools

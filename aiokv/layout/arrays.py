@@ -10,7 +10,6 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.errors import ClosedError, LayoutError
-from aiokv.layout.host_format import PiecePayload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +25,6 @@ _DLPACK_DEVICES: Final = {
 }
 
 
-_NO_PAYLOAD: Final = PiecePayload(0)  # for a piece without a place on the host
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One region in one layer.
@@ -40,7 +36,7 @@ class Piece:
         num_blocks: blocks of the tensor.
         stride_bytes: from one device block to the next.
         block_bytes: bytes of one block on the device.
-        host_offset_bytes: offset of its payload in a host block.
+        host_offset_bytes: offset of its bytes in a host block.
         device: ``"cpu"`` or ``"cuda"``.
         dtype: name of the element type, such as ``"bfloat16"``.
         shape: axes of a block, outermost first, in elements.
@@ -48,7 +44,6 @@ class Piece:
         axes: names of the axes in ``shape``; None if the caller named none.
         heads: (first global head of this rank, heads of all ranks together); None for the rank's
             equal share, and without an axis of heads.
-        payload: its bytes in a host block.
     """
 
     layer: int
@@ -64,7 +59,6 @@ class Piece:
     owner: Any
     axes: tuple[str, ...] | None = None
     heads: tuple[int, int] | None = None
-    payload: PiecePayload = _NO_PAYLOAD
 
     def view(self) -> NDArray[np.uint8]:
         """``[num_blocks, block_bytes]`` bytes of a tensor on the cpu, writable, not copied."""

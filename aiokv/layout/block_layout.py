@@ -19,7 +19,7 @@ from msgspec import Meta
 from aiokv.base import checks
 from aiokv.errors import AiokvError, ConfigError, LayoutError, UsageError
 from aiokv.layout.axes import HEADS, MAX_AXES, TOKENS, check_axes
-from aiokv.layout.host_format import payload_bytes
+from aiokv.layout.host_block import payload_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -23,7 +23,7 @@ from aiokv.errors import LayoutError, UsageError
 from aiokv.layout.axes import HEADS, TOKENS
 from aiokv.layout.block_layout import BLOCKS, STATE, PieceLayout
 from aiokv.layout.block_layout import BlockLayout as BlockLayout
-from aiokv.layout.host_format import aligned
+from aiokv.layout.host_block import aligned
 
 if TYPE_CHECKING:
     import collections.abc

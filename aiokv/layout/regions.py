@@ -5,8 +5,6 @@ distinguish K and V. The host pool is block-first, so a block is one contiguous 
 network::
 
     host block  | layer 0: k, v | layer 1: k, v, scale | ...     each piece aligned to 64 bytes
-
-A :class:`~aiokv.layout.host_format.HostFormat` may encode the pieces on the host.
 """
 
 from __future__ import annotations
@@ -18,16 +16,10 @@ from aiokv.base.groups import ATTENTION, STATE, layers_of
 from aiokv.errors import LayoutError
 from aiokv.layout.arrays import Piece, describe
 from aiokv.layout.axes import TOKENS, check_axes, check_heads, with_axes
-from aiokv.layout.host_format import (
-    DEVICE_BYTES,
-    HostFormat,
-    aligned,
-    checked_payload,
-    payload_bytes,
-)
+from aiokv.layout.host_block import aligned, payload_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 class Regions:
@@ -35,18 +27,15 @@ class Regions:
 
     Args:
         num_layers: layers of the model; 0 makes a cache of no bytes.
-        host_format: encoding of the blocks in host memory and in stores; by default the bytes of
-            the device. The device must be able to run it.
 
     Raises:
         LayoutError: ``num_layers`` is negative.
     """
 
-    def __init__(self, *, num_layers: int, host_format: HostFormat = DEVICE_BYTES) -> None:
+    def __init__(self, *, num_layers: int) -> None:
         if num_layers < 0:
             raise LayoutError(f"num_layers is {num_layers}; it must be at least 0")
         self.num_layers = num_layers
-        self.host_format = host_format
         self._pieces: list[list[Piece]] = [[] for _ in range(num_layers)]
         self._names: list[str] = []
         self._num_blocks: int | None = None
@@ -54,7 +43,6 @@ class Regions:
         self._num_state_slots: int | None = None
         self._windows: dict[str, Regions] = {}  # by group
         self._layer_blocks: dict[tuple[int, int], Regions] = {}  # by range of layers
-        self._sent: Regions | None = None  # see sent()
 
     def add(
         self,
@@ -270,58 +258,29 @@ class Regions:
 
     def without_tensors(self) -> Regions:
         """Return the same layout without memory, which keeps no tensor alive."""
-        return self._copy(
-            self.host_format,
-            {group: blocks.without_tensors() for group, blocks in self._windows.items()},
-            lambda piece: replace(piece, pointer=0, owner=None),
-        )
-
-    def in_format(self, host_format: HostFormat) -> Regions:
-        """Return the same tensors with host blocks of another format; itself if it has it."""
-        if host_format is self.host_format:
-            return self
-        windows = {group: blocks.in_format(host_format) for group, blocks in self._windows.items()}
-        return self._copy(host_format, windows, lambda piece: piece)
-
-    def sent(self) -> Regions:
-        """Return the same tensors with host blocks as peers exchange them."""
-        if self.host_format is DEVICE_BYTES:
-            return self  # not stored in ``_sent``, because a cycle would keep the tensors alive
-        if self._sent is None:
-            self._sent = self.in_format(DEVICE_BYTES)
-        return self._sent
-
-    def _copy(
-        self,
-        host_format: HostFormat,
-        windows: dict[str, Regions],
-        change: Callable[[Piece], Piece],
-    ) -> Regions:
-        copy = Regions(num_layers=self.num_layers, host_format=host_format)
+        copy = self._empty()
         state_names = {piece.region for piece in self._state_pieces}
         window_names = {name for blocks in self._windows.values() for name in blocks.names}
         for name in self._names:
-            pieces = [change(piece) for piece in self.all_pieces() if piece.region == name]
+            pieces = [
+                replace(piece, pointer=0, owner=None)
+                for piece in self.all_pieces()
+                if piece.region == name
+            ]
             if name in state_names:
                 copy.add_state_pieces(name, pieces, self._num_state_slots)
             elif name not in window_names:
                 copy.add_pieces(name, pieces, self._num_blocks)
-        for group, blocks in windows.items():
-            copy.add_window_blocks(group, blocks)
+        for group, blocks in self._windows.items():
+            copy.add_window_blocks(group, blocks.without_tensors())
         return copy
 
     def check_layout(self, other: Regions) -> None:
         """Raise unless blocks of ``other`` have the same layout, at whatever addresses.
 
         Raises:
-            LayoutError: names the first difference in layers, regions, bytes per block, axes or
-                format.
+            LayoutError: names the first difference in layers, regions, bytes per block or axes.
         """
-        if other.host_format.name != self.host_format.name:
-            raise LayoutError(
-                f"the new tensors have the host format {other.host_format.name!r}, not "
-                f"{self.host_format.name!r} as before"
-            )
         if other.num_layers != self.num_layers:
             raise LayoutError(
                 f"the new tensors have {other.num_layers} layers, not {self.num_layers} as before"
@@ -416,7 +375,7 @@ class Regions:
         return self.state_blocks() if group == STATE else self.window_blocks(group)
 
     def _empty(self) -> Regions:
-        return Regions(num_layers=self.num_layers, host_format=self.host_format)
+        return Regions(num_layers=self.num_layers)
 
     def layer_blocks(self, first: int, end: int) -> Regions:
         """Return the tensors of layers ``first`` to ``end - 1`` as regions of their own.
@@ -451,14 +410,9 @@ class Regions:
         return sum(piece.block_bytes for piece in self.pieces())
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of one block that are written to host memory, and read from it."""
-        return sum(piece.payload.num_bytes for piece in self.pieces())
-
-    @property
     def payload_bytes(self) -> int:
-        """Bytes of a block in host memory: copied_bytes and the alignment between pieces."""
-        return payload_bytes(piece.payload.num_bytes for piece in self.pieces())
+        """Bytes of a block in host memory: block_bytes and the alignment between pieces."""
+        return payload_bytes(piece.block_bytes for piece in self.pieces())
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of one block on the device in one layer."""
@@ -493,13 +447,11 @@ class Regions:
 
     def _place(self) -> None:
         self._layer_blocks.clear()
-        self._sent = None
         offset = 0
         for layer, pieces in enumerate(self._pieces):
             for i, piece in enumerate(pieces):
-                payload = checked_payload(self.host_format, piece.block_bytes, piece.dtype)
-                self._pieces[layer][i] = replace(piece, host_offset_bytes=offset, payload=payload)
-                offset += aligned(payload.num_bytes)
+                self._pieces[layer][i] = replace(piece, host_offset_bytes=offset)
+                offset += aligned(piece.block_bytes)
 
 
 def num_blocks_for(total_bytes: int, block: Regions | int) -> int:

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokv.base import checks
 from aiokv.errors import ConfigError
-from aiokv.layout.host_format import (
-    DEVICE_BYTES,
-    HostFormat,
-    checked_payload,
-    payload_bytes,
-    pitch_bytes,
-)
+from aiokv.layout.host_block import payload_bytes, pitch_bytes
 
 if TYPE_CHECKING:
     import os
@@ -298,7 +292,6 @@ class ModelShape:
         tensor_parallel: int = 1,
         group: str | None = None,
         with_stores: bool = False,
-        host_format: HostFormat = DEVICE_BYTES,
     ) -> int:
         """Return the bytes of one block in host memory on one rank, alignment included.
 
@@ -308,15 +301,14 @@ class ModelShape:
             tensor_parallel: as :meth:`bytes_per_token`.
             group: as :meth:`bytes_per_token`.
             with_stores: True if the engine has stores, whose objects have trailers.
-            host_format: format of the blocks in host memory; see ``Regions``.
 
         Raises:
             ConfigError: as :meth:`bytes_per_block`.
         """
         block_tokens = checks.integer("block_tokens", block_tokens, minimum=1, error=ConfigError)
         pieces = self._pieces(kv_dtype, tensor_parallel, group)
-        sizes = [(block_tokens * piece.token_bytes, piece.element) for piece in pieces]
-        return _host_bytes(sizes, host_format, with_stores=with_stores)
+        size = payload_bytes(block_tokens * piece.token_bytes for piece in pieces)
+        return pitch_bytes(size, with_stores=with_stores)
 
     def state_slot_bytes(self, *, tensor_parallel: int = 1) -> int:
         """Return the bytes of the recurrent state of one sequence on one rank; 0 for none.
@@ -324,27 +316,20 @@ class ModelShape:
         Raises:
             ConfigError: the ranks cannot divide the heads of the state.
         """
-        return sum(num_bytes for num_bytes, _ in self._state_pieces(tensor_parallel))
+        return sum(self._state_pieces(tensor_parallel))
 
-    def host_state_slot_bytes(
-        self,
-        *,
-        tensor_parallel: int = 1,
-        with_stores: bool = False,
-        host_format: HostFormat = DEVICE_BYTES,
-    ) -> int:
+    def host_state_slot_bytes(self, *, tensor_parallel: int = 1, with_stores: bool = False) -> int:
         """Return the bytes of one slot of recurrent state in host memory on one rank.
 
         Args:
             tensor_parallel: as :meth:`state_slot_bytes`.
             with_stores: as :meth:`host_bytes_per_block`.
-            host_format: likewise.
 
         Raises:
             ConfigError: as :meth:`state_slot_bytes`.
         """
-        sizes = self._state_pieces(tensor_parallel)
-        return _host_bytes(sizes, host_format, with_stores=with_stores)
+        size = payload_bytes(self._state_pieces(tensor_parallel))
+        return pitch_bytes(size, with_stores=with_stores)
 
     def resolved_kv_dtype(self, kv_dtype: str = "auto") -> str:
         """Return the dtype of KV that ``"auto"`` stands for; other dtypes are returned as they are.
@@ -355,8 +340,8 @@ class ModelShape:
         checks.choice("kv_dtype", kv_dtype, KV_DTYPES, ConfigError)
         return (self.kv_dtype or self.dtype) if kv_dtype == "auto" else kv_dtype
 
-    def _state_pieces(self, tensor_parallel: int) -> list[tuple[int, str]]:
-        """Return the bytes of a slot on one rank, and the dtype, of each tensor of each layer."""
+    def _state_pieces(self, tensor_parallel: int) -> list[int]:
+        """Return the bytes of a slot on one rank of each tensor of each layer."""
         pieces = []
         for state, count in self.states:
             if state.heads % tensor_parallel:
@@ -366,7 +351,7 @@ class ModelShape:
                 )
             tensors = state.tensors(self.dtype).values()
             pieces += count * [
-                (-(-elements * ELEMENT_BYTES[dtype] // tensor_parallel), dtype)
+                -(-elements * ELEMENT_BYTES[dtype] // tensor_parallel)
                 for elements, dtype in tensors
             ]
         return pieces
@@ -384,15 +369,6 @@ class ModelShape:
             if layer.window_tokens == window
             for piece in layer.tensors(kv_dtype, tensor_parallel, model_dtype=self.dtype) * count
         ]
-
-
-def _host_bytes(
-    pieces: Iterable[tuple[int, str]], host_format: HostFormat, *, with_stores: bool
-) -> int:
-    """Return the bytes of a block in host memory from the bytes and element types of its pieces."""
-    payloads = [checked_payload(host_format, *piece) for piece in pieces]
-    size = payload_bytes(payload.num_bytes for payload in payloads)
-    return pitch_bytes(size, with_stores=with_stores)
 
 
 def heads_per_rank(kv_heads: int, tensor_parallel: int) -> int:

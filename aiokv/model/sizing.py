@@ -10,7 +10,6 @@ from aiokv.base import checks
 from aiokv.base.units import format_bytes
 from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.errors import ConfigError
-from aiokv.layout.host_format import DEVICE_BYTES, HostFormat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,9 +174,7 @@ class CacheSizes(msgspec.Struct, frozen=True, kw_only=True):
         return settings
 
 
-def cache_sizes(
-    shape: ModelShape, memory: Memory, *, host_format: HostFormat = DEVICE_BYTES
-) -> CacheSizes:
+def cache_sizes(shape: ModelShape, memory: Memory) -> CacheSizes:
     """Return the capacities of a cache that fills the memory.
 
     With sliding windows or recurrent state, memory is divided so that all pools have room for the
@@ -186,7 +183,6 @@ def cache_sizes(
     Args:
         shape: of the model.
         memory: of the servers.
-        host_format: format of the blocks in host memory; see ``Regions``.
 
     Raises:
         ConfigError: the memory is too small for one conversation's window or state and one block,
@@ -195,8 +191,8 @@ def cache_sizes(
     _check(memory)
     blocks = _blocks(memory.conversation_tokens, memory.block_tokens)
     tier_bytes = memory.kv_bytes, memory.host_bytes // memory.tensor_parallel
-    device = _Tier(shape, memory, host_format=None)
-    host = _Tier(shape, memory, host_format=host_format)
+    device = _Tier(shape, memory, is_host=False)
+    host = _Tier(shape, memory, is_host=True)
     device_conversations = device.conversations(tier_bytes[0], blocks)
     host_conversations = host.conversations(tier_bytes[1], blocks)
     device_served = max(device_conversations, 1)
@@ -255,16 +251,13 @@ class _Tier:
     Args:
         shape: of the model.
         memory: of the servers.
-        host_format: format of the blocks of the host tier; None for the device tier.
+        is_host: True for host memory, False for the device.
     """
 
-    def __init__(
-        self, shape: ModelShape, memory: Memory, *, host_format: HostFormat | None
-    ) -> None:
+    def __init__(self, shape: ModelShape, memory: Memory, *, is_host: bool) -> None:
         self._shape = shape
         self._memory = memory
-        self._host_format = host_format
-        self._is_host = is_host = host_format is not None
+        self._is_host = is_host
         self._per_rank: dict[str, Any] = {
             "kv_dtype": memory.kv_dtype,
             "tensor_parallel": memory.tensor_parallel,
@@ -316,23 +309,19 @@ class _Tier:
 
     def _block_bytes(self, group: str | None) -> int:
         memory = self._memory
-        if self._host_format is None:
+        if not self._is_host:
             return self._shape.bytes_per_block(memory.block_tokens, **self._per_rank, group=group)
         return self._shape.host_bytes_per_block(
-            memory.block_tokens,
-            **self._per_rank,
-            group=group,
-            with_stores=memory.with_stores,
-            host_format=self._host_format,
+            memory.block_tokens, **self._per_rank, group=group, with_stores=memory.with_stores
         )
 
     def _state_slot_bytes(self) -> int:
         memory = self._memory
         ranks = memory.tensor_parallel
-        if self._host_format is None or not self._shape.states:
+        if not self._is_host or not self._shape.states:
             return self._shape.state_slot_bytes(tensor_parallel=ranks)
         return self._shape.host_state_slot_bytes(
-            tensor_parallel=ranks, with_stores=memory.with_stores, host_format=self._host_format
+            tensor_parallel=ranks, with_stores=memory.with_stores
         )
 
 

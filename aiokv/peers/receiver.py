@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeVa
 import msgspec
 
 from aiokv.base.statistics import ReceiverCounts
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.peers.acceptance import Acceptance
 from aiokv.peers.arrivals import Fragment, LandingCopy, Receive, SlotCopies
 from aiokv.peers.assembly import AssemblySlots

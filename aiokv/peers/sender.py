@@ -21,7 +21,7 @@ import msgspec
 
 from aiokv.base.statistics import SenderCounts
 from aiokv.errors import UsageError
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.peers.departures import Send, SlotFill
 from aiokv.peers.messages import (
     MAX_LISTED,

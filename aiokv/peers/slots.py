@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from aiokv.errors import ConfigError
-from aiokv.layout.host_format import TRAILER_BYTES, aligned
+from aiokv.layout.host_block import TRAILER_BYTES, aligned
 
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
@@ -56,8 +56,7 @@ class ArenaSlots(NamedTuple):
         Raises:
             ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a block.
         """
-        sent = regions.sent()
-        pools = [sent, *map(sent.group_blocks, sent.groups)]
+        pools = [regions, *map(regions.group_blocks, regions.groups)]
         payload_bytes = max(*[pool.payload_bytes for pool in pools], TRAILER_BYTES)
         slot_bytes = payload_bytes + TRAILER_BYTES
         if options.slots_on_device:

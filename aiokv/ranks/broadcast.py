@@ -134,9 +134,7 @@ class TransferBroadcast(Executor[GroupTransfer]):
                 f"transfer {plan.transfer_id} has {plan.num_blocks} blocks; a message holds the "
                 f"ids of at most {MAX_MESSAGE_BYTES // 16}"
             )
-        return (
-            layout.copied_bytes.get(plan.group, 0) * plan.num_blocks * len(self._membership.ranks)
-        )
+        return layout.block_bytes.get(plan.group, 0) * plan.num_blocks * len(self._membership.ranks)
 
     def new_work(self, entry: _Entry) -> GroupTransfer:
         """Return the reduction of the reports of a plan."""

@@ -40,7 +40,7 @@ from aiokv.base.statistics import (
 )
 from aiokv.base.types import Tier  # noqa: TC001
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
-from aiokv.layout.host_format import pitch_bytes
+from aiokv.layout.host_block import pitch_bytes
 from aiokv.peers.ticket import Endpoint  # noqa: TC001
 from aiokv.stores.base import StoreFilters  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
@@ -51,7 +51,7 @@ from aiokv.worker.device.cpu import device_blocks
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
 
-PROTOCOL_VERSION: Final = 13
+PROTOCOL_VERSION: Final = 14
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_HELLO_BYTES: Final = 1024
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
@@ -72,20 +72,18 @@ class Layout(_Message, frozen=True):
     Attributes:
         num_layers: layers of the model.
         num_blocks: device blocks of the rank's tensors.
-        block_bytes: bytes of one block on the device, over all layers and regions.
+        block_bytes: bytes of one block of each group on the device, over all layers and regions.
         pitch_bytes: bytes that one block takes in host memory.
-        fingerprint: digest of number, name, bytes and host format of all regions of all layers.
+        fingerprint: digest of number, name and bytes of all regions of all layers.
         window_blocks: blocks of the tensors of each window group.
-        copied_bytes: bytes of one block of each group that a copy to or from host memory moves.
     """
 
     num_layers: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
     num_blocks: int
-    block_bytes: int
+    block_bytes: dict[str, int]
     pitch_bytes: int
     fingerprint: Annotated[bytes, msgspec.Meta(max_length=64)]
     window_blocks: dict[str, int] = {}
-    copied_bytes: dict[str, int] = {}
 
 
 class Hello(_Message, frozen=True, tag="hello"):
@@ -372,7 +370,7 @@ def layout_of(regions: Regions, *, with_stores: bool = False) -> Layout:
         with_stores: True if the rank has stores, whose host blocks are larger.
     """
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"aiokv layout {regions.num_layers} {regions.host_format.name}".encode())
+    digest.update(f"aiokv layout {regions.num_layers}".encode())
     groups = {
         group: regions.group_blocks(group)
         for group in (ATTENTION, *sorted(regions.num_window_blocks))
@@ -384,9 +382,8 @@ def layout_of(regions: Regions, *, with_stores: bool = False) -> Layout:
     return Layout(
         num_layers=regions.num_layers,
         num_blocks=device_blocks(regions),
-        block_bytes=regions.block_bytes,
+        block_bytes={group: blocks.block_bytes for group, blocks in groups.items()},
         pitch_bytes=pitch_bytes(regions.payload_bytes, with_stores=with_stores),
         fingerprint=digest.digest(),
         window_blocks=regions.num_window_blocks,
-        copied_bytes={group: blocks.copied_bytes for group, blocks in groups.items()},
     )

@@ -22,7 +22,7 @@ import numpy as np
 
 from aiokv.base.groups import ATTENTION, STATE
 from aiokv.errors import StoreError
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator

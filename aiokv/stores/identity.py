@@ -96,8 +96,6 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
             f"layers {regions.num_layers}",
             *_region_lines(regions),
         ]
-        if host_format := regions.host_format.name:
-            lines.append(f"host format {_quoted('the name of a host format', host_format)}")
         for name, window in sorted(self.windows.items()):
             quoted = _quoted("the name of a window", name)
             needed = f"{window.window_tokens} sink {window.sink_tokens}"

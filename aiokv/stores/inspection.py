@@ -20,7 +20,7 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.errors import UsageError
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.stores.labels import count_labels, has_label
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 import numpy as np
 
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.stores.base import KEY_BYTES, StoreMemory
 from aiokv.stores.host.link import inspect
 from aiokv.stores.inspection import Listing, open_files

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from aiokv.errors import ConfigError, UsageError
-from aiokv.layout.host_format import pitch_bytes
+from aiokv.layout.host_block import pitch_bytes
 from aiokv.stores.base import KEY_BYTES, Result, StoreMemory, selected
 from aiokv.stores.host.link import visiting
 from aiokv.stores.host.messages import MAX_MESSAGE_BYTES, Newest

@@ -20,7 +20,6 @@ from aiokv.errors import DeviceError, UsageError
 from aiokv.worker.device.base import (
     CopyError,
     blocks_of,
-    check_device_bytes,
     check_event_type,
     host_pool,
 )
@@ -303,12 +302,7 @@ class ManualDevice:
         arena: HostArena,
         side_arenas: Mapping[Pool, HostArena] | None = None,
     ) -> None:
-        """Bind the memory.
-
-        Raises:
-            LayoutError: the tensors have a host format.
-        """
-        check_device_bytes(regions, self.name)
+        """Bind the memory."""
         arenas: dict[Pool, HostArena] = {Pool(ATTENTION, "host"): arena, **(side_arenas or {})}
         self._tiers = {pool: (blocks_of(regions, pool), own) for pool, own in arenas.items()}
 

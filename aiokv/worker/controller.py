@@ -68,12 +68,6 @@ class CacheController:
         host_state_slots: int = 0,
         peers: Peers | None = None,
     ) -> None:
-        if checksums and not regions.host_format.is_exact:
-            raise ConfigError(
-                f"verify is 'checksum', but the host format {regions.host_format.name!r} does not "
-                "return the bytes that it encodes",
-                hint="set CacheConfig.verify to 'off'",
-            )
         self._device = device
         self._checksums = Checksums(regions) if checksums else None
         self._opened = False

@@ -180,7 +180,7 @@ class DeviceTransfers(Executor[_Work]):
             digests=keys,
         )
         regions = blocks_of(self._memory.regions, host_pool(route, group))
-        num_bytes = regions.copied_bytes * plan.num_blocks
+        num_bytes = regions.block_bytes * plan.num_blocks
         entry = self._plans.add(plan, self, regions.num_layers, num_bytes, on_end)
         entry.work.after = None if isinstance(after, int) else after
         self.submit(entry)

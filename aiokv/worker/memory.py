@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from aiokv.base.groups import ATTENTION, STATE, layers_group, retention_of
-from aiokv.base.plan import CLONE, PEER_ROUTES, STORE_ROUTES, Pool
+from aiokv.base.plan import PEER_ROUTES, STORE_ROUTES, Pool
 from aiokv.base.statistics import BlockSizes
 from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
-from aiokv.layout.host_format import pitch_bytes
+from aiokv.layout.host_block import pitch_bytes
 from aiokv.stores.base import KEY_BYTES, StoreMemory
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
@@ -222,7 +222,7 @@ class WorkerMemory:
         is_window = retention_of(plan.group) == "window"
         if is_window:
             self._check_window(plan)
-        num_blocks, copied_bytes = self._copy_size(plan.group, plan.route)
+        num_blocks, block_bytes = self._copy_size(plan.group, plan.route)
         if plan.num_blocks or not (is_window and plan.route in PEER_ROUTES):
             sizes: dict[AnyTier, int] = {
                 "device": num_blocks,
@@ -231,7 +231,7 @@ class WorkerMemory:
                 "peer": UNLIMITED_BLOCKS,
             }
             check_ids(plan, sizes)
-        return copied_bytes * plan.num_blocks
+        return block_bytes * plan.num_blocks
 
     def sleep(self, tiers: frozenset[Tier]) -> None:
         """Free the host arena, or the views of the device tensors. Idempotent."""
@@ -387,8 +387,7 @@ class WorkerMemory:
         size = self._copy_sizes.get((group, route))
         if size is None:
             blocks = blocks_of(self.regions, host_pool(route, group))
-            copied_bytes = blocks.block_bytes if route == CLONE else blocks.copied_bytes
-            size = self._copy_sizes[group, route] = device_blocks(blocks), copied_bytes
+            size = self._copy_sizes[group, route] = device_blocks(blocks), blocks.block_bytes
         return size
 
     def _check_window(self, plan: TransferPlan) -> None:

@@ -33,8 +33,8 @@ struct Pools {
 
     Pools() {
         auto at = [&](int i) { return reinterpret_cast<std::uintptr_t>(device[i].data()); };
-        map->layers = {{{at(0), kDeviceStride, 33, 0, 33}, {at(1), kDeviceStride, 17, 33, 17}},
-                       {{at(2), kDeviceStride, 33, 60, 33}}};
+        map->layers = {{{at(0), kDeviceStride, 33, 0}, {at(1), kDeviceStride, 17, 33}},
+                       {{at(2), kDeviceStride, 33, 60}}};
         map->host_base = reinterpret_cast<std::uintptr_t>(host.data());
         map->host_stride = kHostStride;
         map->host_blocks = kHost;
@@ -79,26 +79,6 @@ Ids range(int first, int count) {
     return ids;
 }
 
-unsigned char sum_of(const unsigned char* from, std::size_t bytes) {
-    return std::accumulate(from, from + bytes, static_cast<unsigned char>(0));
-}
-
-// One byte more on the host: the sum of the bytes of the device, then their complements.
-int encode_with_sum(void* to, const void* from, std::size_t bytes) {
-    auto* host = static_cast<unsigned char*>(to);
-    const auto* device = static_cast<const unsigned char*>(from);
-    host[0] = sum_of(device, bytes);
-    for (std::size_t i = 0; i < bytes; ++i) host[i + 1] = static_cast<unsigned char>(~device[i]);
-    return 0;
-}
-
-int decode_with_sum(void* to, const void* from, std::size_t bytes) {
-    const auto* host = static_cast<const unsigned char*>(from);
-    auto* device = static_cast<unsigned char*>(to);
-    for (std::size_t i = 0; i < bytes; ++i) device[i] = static_cast<unsigned char>(~host[i + 1]);
-    return host[0] == sum_of(device, bytes) ? 0 : 1;
-}
-
 // A stream held up until open() is called.
 struct Gate {
     std::promise<void> promise;
@@ -140,7 +120,7 @@ TEST(dense_runs_and_streaming_stores_copy_equal_bytes) {
     constexpr std::size_t kBytes = 24'001, kBlocks = 800;  // 19 MB: over the streaming threshold
     auto host = Pools::filled(kBytes * kBlocks, 5), device = Pools::filled(kBytes * kBlocks, 6);
     auto map = std::make_shared<BlockMap>();
-    map->layers = {{{reinterpret_cast<std::uintptr_t>(device.data()), kBytes, kBytes, 0, kBytes}}};
+    map->layers = {{{reinterpret_cast<std::uintptr_t>(device.data()), kBytes, kBytes, 0}}};
     map->host_base = reinterpret_cast<std::uintptr_t>(host.data());
     map->host_stride = kBytes;
     map->host_blocks = map->device_blocks = kBlocks;
@@ -200,46 +180,13 @@ TEST(bad_ids_are_refused_before_a_byte_moves) {
 TEST(a_piece_must_fit_its_block) {
     Pools pools;
     auto& piece = pools.map->layers[0][0];
-    piece.bytes = piece.host_bytes = 41;
+    piece.bytes = 41;
     CHECK_THROWS(LayoutError, pools.map->check());
-    piece.bytes = piece.host_bytes = 33;
+    piece.bytes = 33;
     piece.host_offset = 69;
     CHECK_THROWS(LayoutError, pools.map->check());
     piece.host_offset = 0;
-    piece.host_bytes = 34;
-    CHECK_THROWS(LayoutError, pools.map->check());
-    piece.encode = encode_with_sum;
-    CHECK_THROWS(LayoutError, pools.map->check());
-    piece.decode = decode_with_sum;
     pools.map->check();
-}
-
-TEST(functions_convert_the_bytes_of_each_block_in_both_directions) {
-    constexpr std::size_t kBytes = 24, kBlocks = 9;
-    const auto original = Pools::filled(kBytes * kBlocks, 9);
-    auto device = original;
-    std::vector<unsigned char> host((kBytes + 1) * kBlocks);
-    auto map = std::make_shared<BlockMap>();
-    map->layers = {{{reinterpret_cast<std::uintptr_t>(device.data()), kBytes, kBytes, 0, kBytes + 1,
-                     encode_with_sum, decode_with_sum}}};
-    map->host_base = reinterpret_cast<std::uintptr_t>(host.data());
-    map->host_stride = kBytes + 1;
-    map->host_blocks = map->device_blocks = kBlocks;
-    map->check();
-    Stream stream("test");
-    const Ids host_ids{8, 0, 1, 2, 4, 3, 7, 6, 5};
-    copy_blocks(stream, map, Direction::kOffload, host_ids, range(0, kBlocks));
-    stream.synchronize();
-    CHECK_EQ(host[8 * (kBytes + 1) + 1], static_cast<unsigned char>(~original[0]));
-    std::fill(device.begin(), device.end(), 0);
-    copy_blocks(stream, map, Direction::kOnload, host_ids, range(0, kBlocks));
-    stream.synchronize();
-    CHECK(device == original);
-    host[4 * (kBytes + 1)] ^= 1;
-    auto job = copy_blocks(stream, map, Direction::kOnload, host_ids, range(0, kBlocks));
-    stream.synchronize();
-    CHECK(job->error().has_value());
-    CHECK(job->error()->reason.find("refused") != std::string::npos);
 }
 
 TEST(an_onload_has_one_event_per_layer_and_an_offload_has_one) {

@@ -9,9 +9,8 @@ import pytest
 
 from aiokv import _native
 from aiokv.base.plan import ONLOAD
-from aiokv.errors import DeviceError, LayoutError, UsageError
+from aiokv.errors import DeviceError, UsageError
 from aiokv.worker.arena import HostArena
-from tests.harness.host_formats import Masked
 
 from .pools import Pools, finish
 
@@ -72,11 +71,3 @@ def test_odd_addresses_and_chunks_are_refused():
         _cuda.HostRegistration(4096 + 8, CHUNK, device=0)
     with pytest.raises(UsageError, match="multiple of"):
         _cuda.HostRegistration(4096, CHUNK, device=0, chunk_bytes=CHUNK + 4096)
-
-
-def test_tensors_with_a_host_format_are_refused():
-    with Pools(sizes=(4096,), layers=1, device_blocks=4, host_blocks=4) as pools:
-        pools.device.detach(keep_host=True)
-        with pytest.raises(LayoutError, match=r"host format 'masked 1'; the cuda:0 device"):
-            pools.device.attach(pools.regions.in_format(Masked(1)), pools.arena)
-        pools.device.attach(pools.regions, pools.arena)

@@ -9,7 +9,7 @@ import pytest
 
 from aiokv import _native
 from aiokv.errors import UsageError
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.layout.regions import Regions
 from aiokv.worker.device.cuda import slice_layout
 from aiokv.worker.device.cuda_slots import CudaSlots, DeviceArena

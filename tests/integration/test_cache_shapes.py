@@ -12,10 +12,8 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, Regions, num_blocks_for
 from aiokv.errors import ConfigError, LayoutError
-from aiokv.layout.host_format import DEVICE_BYTES, HostFormat
 from aiokv.testing import ManualDevice, ScriptedStore, spin
 from aiokv.worker.arena import HostArena
-from tests.harness.host_formats import Framed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -229,14 +227,9 @@ def assert_nothing_else_changed(shape: Shape, table: np.ndarray) -> None:
         assert (tensor == 0xA5).all()
 
 
-FORMATS = pytest.mark.parametrize("host_format", [DEVICE_BYTES, Framed()], ids=["device", "framed"])
-
-
-@FORMATS
 @pytest.mark.asyncio
-async def test_native_threads_move_the_same_bytes(shape: Shape, host_format: HostFormat) -> None:
+async def test_native_threads_move_the_same_bytes(shape: Shape) -> None:
     """The same round trip on the cpu device, with the worker's checksums."""
-    shape.regions = shape.regions.in_format(host_format)
     rng = np.random.default_rng(1)
     for tensor in owners(shape):
         tensor[:] = rng.integers(0, 256, tensor.shape, dtype=np.uint8)
@@ -265,13 +258,9 @@ async def test_native_threads_move_the_same_bytes(shape: Shape, host_format: Hos
     assert_nothing_else_changed(shape, table)
 
 
-@FORMATS
 @pytest.mark.asyncio
-async def test_prompt_returns_from_a_store_with_all_regions(
-    shape: Shape, host_format: HostFormat
-) -> None:
+async def test_prompt_returns_from_a_store_with_all_regions(shape: Shape) -> None:
     """An object is a whole host block: scales, draft layers and indexer caches are part of it."""
-    shape.regions = shape.regions.in_format(host_format)
     rng = np.random.default_rng(2)
     for tensor in owners(shape):
         tensor[:] = rng.integers(0, 256, tensor.shape, dtype=np.uint8)

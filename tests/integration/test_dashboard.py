@@ -23,7 +23,7 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, Peers, WindowGroup
 from aiokv.errors import AllocateTimeout
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.observe.metrics import CONTENT_TYPE, exposition
 from aiokv.testing import run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS

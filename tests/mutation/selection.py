@@ -245,9 +245,8 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/layout/regions.py": (
         "unit/test_regions.py",
         "integration/test_cache_shapes.py",
-        "integration/test_host_formats.py",
     ),
-    "aiokv/layout/host_format.py": ("integration/test_host_formats.py", "unit/test_store_set.py"),
+    "aiokv/layout/host_block.py": ("integration/test_cache_shapes.py", "unit/test_store_set.py"),
     "aiokv/worker/checksums.py": ("integration/test_verify.py",),
     "aiokv/worker/device/cpu.py": ("unit/test_cpu_device.py", "unit/test_controller.py"),
     "aiokv/ranks": ("ranks",),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Peers
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.peers.slots import device_slot_bytes
 from aiokv.peers.ticket import ticket_key
 from aiokv.testing import ManualDevice, run_until_idle

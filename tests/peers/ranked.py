@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Peers, Regions
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import run_until_idle
 from tests.harness.closing import close

@@ -18,7 +18,7 @@ import structlog
 
 from aiokv import CacheConfig, CacheEngine, Peers
 from aiokv.errors import ConfigError, LayoutError, PeerError
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.testing import run_until_idle, running_clock
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import SECRET, Side, prompt

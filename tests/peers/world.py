@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from aiokv.base.plan import RECEIVE, SEND, TransferPlan, id_bytes
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.peers.arrivals import SenderBlocks
 from aiokv.peers.departures import ReceiverRank
 from aiokv.peers.messages import (

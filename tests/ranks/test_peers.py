@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from aiokv.base.groups import ATTENTION
 from aiokv.errors import RankLost
 from aiokv.ranks import Rank, membership
 from aiokv.ranks.messages import (
@@ -179,7 +180,7 @@ async def test_a_hello_with_absurd_sizes_is_refused(tmp_path):
         layout = Layout(
             num_layers=layers,
             num_blocks=8,
-            block_bytes=16,
+            block_bytes={ATTENTION: 16},
             pitch_bytes=64,
             fingerprint=fingerprint,
         )

@@ -34,7 +34,6 @@ from aiokv.ranks.messages import (
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
 from aiokv.wire import unix
 from aiokv.wire.messages import encode
-from tests.harness.host_formats import Framed, Masked
 from tests.ranks.loopback import Ranked
 from tests.ranks.raw import Peer, frame_of, send_raw
 
@@ -83,15 +82,14 @@ def test_layout_is_compared_by_region_names_and_bytes_not_by_blocks():
     other = Regions(num_layers=2)
     other.add("k", layers=[np.zeros((8, 8), np.int8)] * 2)
     assert layout_of(other).fingerprint != same
-    assert layout_of(regions_of(8, 8).in_format(Masked(1))).fingerprint != same
 
 
-def test_layout_has_the_bytes_on_the_device_in_copies_and_on_the_host():
-    regions = regions_of(8, 8).in_format(Framed())
+def test_layout_has_the_bytes_on_the_device_and_on_the_host():
+    regions = regions_of(8, 8)
     regions.add_window("near", "near", layers=[np.zeros((8, 5), np.int8)], layer_indices=[0])
     layout = layout_of(regions)
-    assert (layout.block_bytes, layout.pitch_bytes) == (16, 128)
-    assert layout.copied_bytes == {"attention": 24, "near": 9}
+    assert layout.block_bytes == {"attention": 16, "near": 5}
+    assert layout.pitch_bytes == 128
     assert layout_of(regions, with_stores=True).pitch_bytes == 4096
 
 

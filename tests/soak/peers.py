@@ -14,7 +14,7 @@ from aiokv.errors import (
     RequestTooLarge,
     UsageError,
 )
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.testing import spin
 from tests.peers.engines import SECRET, Side
 

@@ -22,7 +22,7 @@ import pytest
 from aiokv._native import seal_blocks
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import StoreError
-from aiokv.layout.host_format import TRAILER_BYTES, pitch_bytes
+from aiokv.layout.host_block import TRAILER_BYTES, pitch_bytes
 from aiokv.stores.base import KEY_BYTES, Result, Store, StoreMemory, split_keys
 from aiokv.testing.loops import PATIENCE_SECONDS
 

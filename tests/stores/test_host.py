@@ -20,7 +20,7 @@ import pytest
 from aiokv import cli
 from aiokv._native import may_have_any
 from aiokv.errors import ConfigError, StoreError
-from aiokv.layout.host_format import pitch_bytes
+from aiokv.layout.host_block import pitch_bytes
 from aiokv.stores import DiskStore, HostStore, stores_from
 from aiokv.stores.base import KEY_BYTES, split_keys
 from aiokv.stores.guard import Costs

@@ -14,7 +14,7 @@ import uvloop
 
 from aiokv import _native, cli
 from aiokv.errors import UsageError
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.stores import DirectoryStore
 from aiokv.stores.disk import DiskStore
 from aiokv.stores.disk import inspection as inspection_module

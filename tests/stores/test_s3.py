@@ -14,7 +14,7 @@ import pytest
 
 from aiokv import cli
 from aiokv.errors import ConfigError, StoreError
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.stores import S3Store, s3
 from aiokv.stores.base import KEY_BYTES, split_keys
 from aiokv.stores.bundles import Bundle

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from aiokv import cli
-from aiokv.layout.host_format import STORE_ALIGNMENT_BYTES, aligned
+from aiokv.layout.host_block import STORE_ALIGNMENT_BYTES, aligned
 from aiokv.stores import DirectoryStore, StoreUse
 from aiokv.stores.disk import DiskStore
 from aiokv.stores.disk.layout import segment_name

@@ -270,9 +270,9 @@ def test_use_before_attach_and_unsupported_memory_are_refused() -> None:
 def test_pieces_that_do_not_fit_are_refused() -> None:
     """A host pool of another layout is an error, not an overrun."""
     with pytest.raises(LayoutError, match="65 bytes at offset 0 do not fit host blocks of 64"):
-        _native.BlockMap(1, [(0, 4096, 65, 65, 0, 65, 0, 0)], 4096, 64, 8, 8)
+        _native.BlockMap(1, [(0, 4096, 65, 65, 0)], 4096, 64, 8, 8)
     with pytest.raises(LayoutError, match="layer 1"):
-        _native.BlockMap(1, [(1, 4096, 64, 64, 0, 64, 0, 0)], 4096, 64, 8, 8)
+        _native.BlockMap(1, [(1, 4096, 64, 64, 0)], 4096, 64, 8, 8)
 
 
 def test_timers_expire_once_and_can_be_armed_again() -> None:

@@ -17,7 +17,6 @@ from aiokv.errors import ConfigError, LayoutError, UsageError
 from aiokv.layout.regions import Regions
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.labels import label
-from tests.harness.host_formats import Masked
 
 TOKENS = np.arange(160, dtype=np.int32)
 
@@ -97,7 +96,6 @@ def keys_of(regions=None, context="", **changes) -> set[bytes]:
         {"regions": regions_of(shape=(2, 4))},
         {"regions": regions_of(shape=(4, 2))},
         {"regions": regions_of(state="f4")},
-        {"regions": regions_of().in_format(Masked(1))},
     ],
     ids=lambda change: " ".join(change),
 )
@@ -106,7 +104,7 @@ def test_each_ingredient_changes_every_key(change):
     assert not keys_of() & keys_of(**change)
 
 
-def test_windows_state_and_formats_change_every_key():
+def test_windows_and_state_change_every_key():
     def window(window_tokens=8, sink_tokens=0, name="local"):
         group = WindowGroup(window_tokens=window_tokens, sink_tokens=sink_tokens, device_blocks=4)
         return {name: group}
@@ -120,7 +118,6 @@ def test_windows_state_and_formats_change_every_key():
     ]
     keys = [keys_of(windows=windows) for windows in variants]
     keys += [keys_of(regions_of(state=dtype)) for dtype in ("f4", "f8", "i4")]
-    keys += [keys_of(regions_of().in_format(Masked(mask))) for mask in (1, 2)]
     assert len(set().union(*keys)) == 10 * len(keys)
 
 

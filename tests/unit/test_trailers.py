@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aiokv import _native
 from aiokv.errors import UsageError
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.stores import Result
 from tests.models import digests as model
 

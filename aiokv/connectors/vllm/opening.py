@@ -18,7 +18,7 @@ from aiokv.connectors.vllm.sources import EngineSource, RankSource
 from aiokv.connectors.vllm.tensors import LayerTensors, first_tensor
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import ConfigError
-from aiokv.layout.host_format import pitch_bytes
+from aiokv.layout.host_block import pitch_bytes
 from aiokv.ranks import RankGroup
 from aiokv.sync import RankThread, SyncEngine
 

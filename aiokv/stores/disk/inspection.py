@@ -15,7 +15,7 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.errors import ConfigError, UsageError
-from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.layout.host_block import TRAILER_BYTES
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.disk.journal import Journal
 from aiokv.stores.disk.layout import (

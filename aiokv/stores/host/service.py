@@ -22,7 +22,7 @@ import msgspec
 
 from aiokv.base.logs import Log
 from aiokv.errors import AiokvError, ConfigError, StoreError
-from aiokv.layout.host_format import STORE_ALIGNMENT_BYTES, TRAILER_BYTES
+from aiokv.layout.host_block import STORE_ALIGNMENT_BYTES, TRAILER_BYTES
 from aiokv.stores.disk.store import DiskStore
 from aiokv.stores.guard import Costs
 from aiokv.stores.host.attachment import Attachment

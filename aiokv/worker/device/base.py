@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import PEER_ROUTES, Pool
-from aiokv.errors import LayoutError, UsageError
-from aiokv.layout.host_format import DEVICE_BYTES
+from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,21 +30,7 @@ def host_pool(route: Route, group: str) -> Pool:
 
 def blocks_of(regions: Regions, pool: Pool) -> Regions:
     """Return the tensors whose host blocks, or slots of peers, are those of a pool."""
-    return (regions.sent() if pool.tier == "peer" else regions).group_blocks(pool.group)
-
-
-def check_device_bytes(regions: Regions, name: str) -> None:
-    """Raise unless host blocks have the bytes of the device.
-
-    Raises:
-        LayoutError: they have another format, which the device named ``name`` cannot run.
-    """
-    if regions.host_format is not DEVICE_BYTES:
-        raise LayoutError(
-            f"the tensors have the host format {regions.host_format.name!r}; the {name} device has "
-            "no copies with formats",
-            hint="register the tensors with Regions(num_layers=...) without host_format",
-        )
+    return regions.group_blocks(pool.group)
 
 
 class CopyError(NamedTuple):
@@ -226,8 +211,7 @@ class Device(Protocol):
                 largest.
 
         Raises:
-            LayoutError: the device cannot reach a region's memory, or has no copies with the host
-                format of the regions.
+            LayoutError: the device cannot reach a region's memory.
         """
 
     def copy(

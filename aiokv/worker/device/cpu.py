@@ -230,7 +230,6 @@ def block_map(regions: Regions, arena: HostArena) -> _native.BlockMap:
             piece.stride_bytes,
             piece.block_bytes,
             piece.host_offset_bytes,
-            *piece.payload,
         )
         for piece in regions.pieces()
     ]

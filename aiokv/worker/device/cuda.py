@@ -32,11 +32,10 @@ from aiokv.base.plan import (
     group_routes,
 )
 from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
-from aiokv.layout.host_format import aligned
+from aiokv.layout.host_block import aligned
 from aiokv.worker.device.base import (
     CopyError,
     blocks_of,
-    check_device_bytes,
     check_event_type,
     host_pool,
 )
@@ -233,7 +232,6 @@ class CudaDevice(Unique):
                 f"the tensors are on {sorted(regions.devices) or 'no device'}; {self.name} copies "
                 "tensors on a GPU"
             )
-        check_device_bytes(regions, self.name)
         for piece in regions.all_pieces():
             self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
         if regions.state_pieces:
@@ -268,7 +266,7 @@ class CudaDevice(Unique):
         """Return the staging slot of a range of layers: all ranges together have that of a pool."""
         if self._memory is None:
             raise UsageError(f"{self.name} has no blocks: attach() it first")
-        own_bytes, all_bytes = blocks.payload_bytes, self._memory[0].sent().payload_bytes
+        own_bytes, all_bytes = blocks.payload_bytes, self._memory[0].payload_bytes
         share = max(slot_bytes * own_bytes // all_bytes, own_bytes)
         return aligned(share, _STAGING_ALIGNMENT)
 
@@ -287,7 +285,7 @@ class CudaDevice(Unique):
         """
         if self._memory is None:
             raise UsageError(f"{self.name} has no blocks: attach() it first")
-        regions = self._memory[0].sent()
+        regions = self._memory[0]
         arena = DeviceArena(self.ordinal, num_blocks=num_slots, pitch_bytes=slot_bytes)
         try:
             slots = self._peer_slots = CudaSlots(

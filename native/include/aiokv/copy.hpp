@@ -20,19 +20,12 @@
 
 namespace aiokv {
 
-// Writes the bytes of a piece in one tier from those in the other. `bytes` is Piece::bytes in both
-// directions. Returns 0, or another number to refuse the bytes.
-using Convert = int (*)(void* to, const void* from, std::size_t bytes);
-
 // The bytes of one region in one layer.
 struct Piece {
     std::uintptr_t device_base = 0;
     std::size_t device_stride = 0;  // bytes from a device block to the next
-    std::size_t bytes = 0;          // per block on the device
+    std::size_t bytes = 0;          // per block
     std::size_t host_offset = 0;    // in the host block
-    std::size_t host_bytes = 0;     // per block in host memory
-    Convert encode = nullptr;       // from the device to the host; null for the same bytes
-    Convert decode = nullptr;       // from the host to the device; null with `encode`
 };
 
 // Addresses of the blocks of both tiers. Does not own the memory. Immutable.
@@ -43,8 +36,7 @@ struct BlockMap : std::enable_shared_from_this<BlockMap> {
     std::int64_t host_blocks = 0;
     std::int64_t device_blocks = 0;
 
-    // Throws LayoutError unless every piece lies in its host block and its device stride, and
-    // pieces without functions have the same bytes in both.
+    // Throws LayoutError unless every piece lies in its host block and its device stride.
     void check() const;
 };
 

@@ -18,7 +18,6 @@ constexpr std::size_t kChunkBytes = std::size_t{4} << 20;
 
 using Failure = const char*;  // text of a failure; null for none
 constexpr Failure kAborted = "the stream was aborted while the copy was in flight";
-constexpr Failure kRefused = "the host format refused the bytes of a block";
 
 using Ids = std::span<const std::int32_t>;
 
@@ -63,8 +62,7 @@ class Mover {
     }
 
     bool dense(const Piece& piece) const {
-        return piece.device_stride == piece.bytes && map_->host_stride == piece.bytes &&
-               !piece.encode;
+        return piece.device_stride == piece.bytes && map_->host_stride == piece.bytes;
     }
 
     Failure move_run(const Piece& piece, const CopyRun& run, const std::atomic<bool>& stop) const {
@@ -108,10 +106,6 @@ class Mover {
                        static_cast<std::size_t>(device_block) * piece.device_stride;
         char* to = direction_ == Direction::kOnload ? device : host;
         const char* from = direction_ == Direction::kOnload ? host : device;
-        if (const auto convert = direction_ == Direction::kOnload ? piece.decode : piece.encode) {
-            if (stop.load(std::memory_order_relaxed)) return kAborted;
-            return convert(to, from, bytes) == 0 ? nullptr : kRefused;
-        }
         for (std::size_t at = 0; at < bytes; at += kChunkBytes) {
             if (stop.load(std::memory_order_relaxed)) return kAborted;
             copy_bytes(to + at, from + at, std::min(kChunkBytes, bytes - at), streaming_);
@@ -149,21 +143,14 @@ std::string failure_of(const Event& event, std::uint64_t generation) {
 void BlockMap::check() const {
     for (std::size_t layer = 0; layer < layers.size(); ++layer) {
         for (const auto& piece : layers[layer]) {
-            if (piece.host_offset + piece.host_bytes > host_stride ||
+            if (piece.host_offset + piece.bytes > host_stride ||
                 piece.bytes > piece.device_stride) {
-                throw LayoutError(
-                    "layer " + std::to_string(layer) + ": " + std::to_string(piece.host_bytes) +
-                    " bytes at offset " + std::to_string(piece.host_offset) +
-                    " do not fit host blocks of " + std::to_string(host_stride) + " bytes, or " +
-                    std::to_string(piece.bytes) + " bytes do not fit device blocks of " +
-                    std::to_string(piece.device_stride) + " bytes");
-            }
-            if (!piece.encode != !piece.decode ||
-                (!piece.encode && piece.host_bytes != piece.bytes)) {
                 throw LayoutError("layer " + std::to_string(layer) + ": " +
-                                  std::to_string(piece.bytes) + " bytes on the device and " +
-                                  std::to_string(piece.host_bytes) +
-                                  " on the host need functions for both directions");
+                                  std::to_string(piece.bytes) + " bytes at offset " +
+                                  std::to_string(piece.host_offset) +
+                                  " do not fit host blocks of " + std::to_string(host_stride) +
+                                  " bytes, or device blocks of " +
+                                  std::to_string(piece.device_stride) + " bytes");
             }
         }
     }

@@ -20,10 +20,8 @@ namespace aiokv {
 namespace {
 
 using IdArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-// (layer, device pointer, device stride, bytes, offset in the host block, bytes there, address of
-// the function that encodes, address of the function that decodes)
-using PieceTuple = std::tuple<std::size_t, std::uintptr_t, std::size_t, std::size_t, std::size_t,
-                              std::size_t, std::uintptr_t, std::uintptr_t>;
+// (layer, device pointer, device stride, bytes, offset in the host block)
+using PieceTuple = std::tuple<std::size_t, std::uintptr_t, std::size_t, std::size_t, std::size_t>;
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
 std::span<const std::int32_t> ids(const IdArray& array) {
@@ -39,11 +37,9 @@ std::shared_ptr<BlockMap> make_map(std::size_t num_layers, const std::vector<Pie
     map->host_stride = host_stride;
     map->host_blocks = host_blocks;
     map->device_blocks = device_blocks;
-    for (const auto& [layer, base, stride, bytes, offset, host_bytes, encode, decode] : pieces) {
+    for (const auto& [layer, base, stride, bytes, offset] : pieces) {
         if (layer >= num_layers) throw LayoutError("a piece of layer " + std::to_string(layer));
-        map->layers[layer].push_back({base, stride, bytes, offset, host_bytes,
-                                      reinterpret_cast<Convert>(encode),
-                                      reinterpret_cast<Convert>(decode)});
+        map->layers[layer].push_back({base, stride, bytes, offset});
     }
     map->check();
     return map;
