@@ -56,8 +56,6 @@ def rows(report: ReplayReport, *, verbose: bool) -> list[tuple[str, str]]:
         share = tokens / report.prompt_tokens
         found.append((f"hit tokens, {tier}", f"{tokens:,} ({share:.2%})"))
     found.append(("evicted device blocks", f"{report.evicted_blocks:,}"))
-    if report.failed_onloads:
-        found.append(("failed onloads", f"{report.failed_onloads:,}"))
     found += _traffic_rows(report)
     for eviction in report.eviction_policies or ():
         text = (
@@ -66,9 +64,6 @@ def rows(report: ReplayReport, *, verbose: bool) -> list[tuple[str, str]]:
         )
         found.append((eviction.eviction_policy, text))
     found += sweep_rows(report.capacities or ())
-    if report.execute:
-        found.append(("blocks written", f"{report.execute.written_blocks:,}"))
-        found.append(("cached blocks verified", f"{report.execute.verified_blocks:,}"))
     return found + (_own_rows(report) if verbose else [])
 
 
@@ -97,8 +92,6 @@ def _traffic_rows(report: ReplayReport) -> list[tuple[str, str]]:
             ("loaded from disk", _moved(disk.loaded_blocks, disk.loaded_bytes)),
             ("evicted disk blocks", f"{disk.evicted_blocks:,}"),
         ]
-        if disk.rejected_blocks:
-            rows.append(("blocks not admitted to disk", f"{disk.rejected_blocks:,}"))
     for point in report.write_policies or ():
         hits, moved = point.hit_tokens, point.traffic
         text = (

@@ -12,7 +12,7 @@ of them are mistaken for each other with a chance of 3 in a million.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DISK_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use")
-DiskAdmission = Literal["all", "reused"]
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,12 +34,10 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         blocks: capacity of the tier.
         policy: when a block is saved: ``"write_through"`` or ``"nth_use:N"``.
-        admission: ``"reused"`` saves a block only when it was offered before.
     """
 
     blocks: int
     policy: str = "write_through"
-    admission: DiskAdmission = "all"
 
 
 class DiskTier:
@@ -51,22 +48,19 @@ class DiskTier:
         loaded_blocks: blocks that were found and loaded.
         saved_blocks: blocks that were written.
         evicted_blocks: blocks that were evicted to make room.
-        rejected_blocks: blocks that were offered and not admitted.
     """
 
     def __init__(self, options: DiskOptions, *, block_tokens: int) -> None:
-        self._options = options
+        self._capacity = options.blocks
         self._saved_at_use = SavePolicy.parse("policy", options.policy, DISK_POLICIES).uses
         self._block_tokens = block_tokens
         self._root = _native.root_digest(block_tokens, "")
         self._blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._unsaved: dict[int, int] = {}  # number of uses of computed blocks that were not saved
-        self._offered: set[int] = set()
         self.hit_tokens = 0
         self.loaded_blocks = 0
         self.saved_blocks = 0
         self.evicted_blocks = 0
-        self.rejected_blocks = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -98,7 +92,7 @@ class DiskTier:
         return words
 
     def _save(self, digests: Sequence[int], computed: int) -> None:
-        """Offer the due blocks. Blocks from index ``computed`` on were not cached."""
+        """Save the due blocks. Blocks from index ``computed`` on were not cached."""
         for digest in digests[computed:]:
             self._unsaved[digest] = 0
         for digest in reversed(digests):
@@ -106,21 +100,17 @@ class DiskTier:
             if uses is None:
                 continue
             self._unsaved[digest] = uses + 1
-            if uses + 1 >= self._saved_at_use and self._offer(digest):
+            if uses + 1 >= self._saved_at_use:
+                self._put(digest)
                 del self._unsaved[digest]
 
-    def _offer(self, digest: int) -> bool:
-        """Return True if the block is on disk from now on."""
+    def _put(self, digest: int) -> None:
+        """Have the block on disk from now on; a block that is there was used."""
         if digest in self._blocks:
             self._blocks.move_to_end(digest)
-            return True
-        if self._options.admission == "reused" and digest not in self._offered:
-            self._offered.add(digest)
-            self.rejected_blocks += 1
-            return False
+            return
         self._blocks[digest] = None
         self.saved_blocks += 1
-        if len(self._blocks) > self._options.blocks:
+        if len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)
             self.evicted_blocks += 1
-        return True

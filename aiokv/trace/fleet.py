@@ -48,9 +48,8 @@ async def replay_fleet(
     """
     if not options.is_plain:
         raise UsageError(
-            "several engines are replayed with one lease at a time, without host tier, speed and "
-            "execute",
-            hint="leave out --host-blocks, --concurrency, --speed and --execute",
+            "several engines are replayed with one lease at a time, without host tier",
+            hint="leave out --host-blocks and --concurrency",
         )
     fitting = workload.fitting(options.device_blocks * options.block_tokens)
     points = []

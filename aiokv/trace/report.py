@@ -46,21 +46,13 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     index_bytes_per_block: float
 
 
-class ExecuteReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that a replay with ``execute`` has written and verified."""
-
-    block_bytes: int
-    written_blocks: int
-    verified_blocks: int
-
-
 class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that were copied between the tiers, and blocks that were evicted.
 
     All counts include verified copies only.
 
     Attributes:
-        block_bytes: bytes per block: of a real block with ``execute``, else nominal.
+        block_bytes: nominal bytes per block.
         onloaded_blocks: blocks copied to the device.
         offloaded_blocks: blocks copied to host memory.
         onloaded_bytes: bytes of these onloaded blocks.
@@ -97,7 +89,6 @@ class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
         loaded_bytes: bytes of the loaded blocks.
         saved_bytes: bytes of the saved blocks.
         evicted_blocks: blocks that were evicted to make room.
-        rejected_blocks: blocks that the admission rule did not let in; counted once per offer.
     """
 
     capacity_blocks: int
@@ -107,7 +98,6 @@ class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
     loaded_bytes: int
     saved_bytes: int
     evicted_blocks: int
-    rejected_blocks: int
 
 
 class PolicyPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,10 +107,8 @@ class PolicyPoint(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens: dict[str, int]
     hit_rate: float
     evicted_blocks: int
-    failed_onloads: int
     requests_per_second: float
     traffic: TrafficReport
-    execute: ExecuteReport | None
 
 
 class EvictionPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +171,6 @@ class ReplayReport(msgspec.Struct, kw_only=True):
             of the tiers if it is simulated.
         hit_rate: ``total / prompt_tokens``.
         evicted_blocks: cached blocks that were evicted from the device.
-        failed_onloads: number of leases whose onload failed and that computed the blocks again.
         index_seconds: CPU time of the event loop's thread in match, allocate, commit and release of
             all requests; the preparation of token arrays is not included.
         requests_per_second: ``requests / index_seconds``.
@@ -193,7 +180,6 @@ class ReplayReport(msgspec.Struct, kw_only=True):
         traffic: blocks that were copied between the tiers; blocks found on disk count as copied to
             host memory.
         disk: the simulated disk tier, if there is one.
-        execute: blocks written and verified, with ``execute``.
         capacities: results by capacity of the tiers, if several were replayed.
         write_policies: results by write policy, if they were compared.
         eviction_policies: results by eviction policy, if they were compared.
@@ -207,7 +193,6 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     hit_tokens: dict[str, int]
     hit_rate: float
     evicted_blocks: int
-    failed_onloads: int
     index_seconds: float
     requests_per_second: float
     wall_seconds: float
@@ -215,7 +200,6 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     memory: MemoryReport
     traffic: TrafficReport
     disk: DiskReport | None = None
-    execute: ExecuteReport | None = None
     capacities: list[CapacityPoint] | None = None
     write_policies: list[PolicyPoint] | None = None
     eviction_policies: list[EvictionPoint] | None = None

@@ -20,7 +20,7 @@ def prompt(*blocks, more=1):
 
 
 def counts(disk):
-    return (disk.saved_blocks, disk.loaded_blocks, disk.evicted_blocks, disk.rejected_blocks)
+    return (disk.saved_blocks, disk.loaded_blocks, disk.evicted_blocks)
 
 
 def test_committed_blocks_are_found_behind_the_cached_prefix():
@@ -28,7 +28,7 @@ def test_committed_blocks_are_found_behind_the_cached_prefix():
     assert disk.serve(prompt(1, 2, 3, 4), 0) == 0
     assert disk.serve(prompt(1, 2, 3, 4), BLOCK) == 3 * BLOCK
     assert disk.hit_tokens == 3 * BLOCK
-    assert counts(disk) == (4, 3, 0, 0)
+    assert counts(disk) == (4, 3, 0)
     assert len(disk) == 4
 
 
@@ -77,7 +77,7 @@ def test_blocks_on_the_device_are_neither_used_nor_saved_again():
     disk.serve(prompt(1), 0)
     disk.serve(prompt(2), 0)
     disk.serve(prompt(1), BLOCK)
-    assert counts(disk) == (2, 0, 0, 0)
+    assert counts(disk) == (2, 0, 0)
     disk.serve(prompt(3), 0)
     assert disk.serve(prompt(1), 0) == 0  # block 1 was the least recently used
 
@@ -89,7 +89,7 @@ def test_nth_use_saves_blocks():
     assert len(disk) == 0
     disk.serve(prompt(1), BLOCK)
     disk.serve(prompt(1), BLOCK)
-    assert counts(disk) == (1, 0, 0, 0)
+    assert counts(disk) == (1, 0, 0)
     assert disk.serve(prompt(1), 0) == BLOCK
 
 
@@ -102,19 +102,8 @@ def test_computing_a_block_again_is_its_first_use():
     assert len(disk) == 1
 
 
-def test_admission_of_reused_blocks_refuses_the_first_offer():
-    disk = tier(admission="reused")
-    disk.serve(prompt(1, 2), 0)
-    assert counts(disk) == (0, 0, 0, 2)
-    disk.serve(prompt(1), BLOCK)  # offered again at its next use
-    disk.serve(prompt(2), 0)  # another block: it has another prefix
-    assert counts(disk) == (1, 0, 0, 3)
-    assert disk.serve(prompt(1, 2), 0) == BLOCK
-    assert counts(disk) == (2, 1, 0, 3)
-
-
 @pytest.mark.parametrize("tokens", [0, 1, BLOCK - 1])
 def test_prompt_without_a_whole_block_saves_nothing(tokens):
     disk = tier()
     assert disk.serve(np.zeros(tokens, np.int32), 0) == 0
-    assert counts(disk) == (0, 0, 0, 0)
+    assert counts(disk) == (0, 0, 0)
