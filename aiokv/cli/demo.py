@@ -135,13 +135,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "with --split: moves the blocks between the processes"
     add_choice(split, "--transport", TRANSPORTS, text)
-    add_count(
-        split,
-        "--servers",
-        1,
-        "with --split: number of decode processes; with several, each prompt goes to the one that "
-        "would answer first, and a second run gives each the next prompt in turn",
-    )
     split.add_argument(
         "--kill",
         choices=KILLS,
@@ -275,8 +268,7 @@ def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
 
 def _split_verdict(console: Console, result: SplitResult, *, kill: str | None) -> int:
     """Print the result of the split run and return the exit status."""
-    runs = [result] if result.round_robin is None else [result, result.round_robin]
-    compared = [("prefill and decode", run.compared) for run in runs]
+    compared = [("prefill and decode", result.compared)]
     _print_differences(console, compared)
     status = _judge(console, compared, result.one_server, "on one server", WRONG_BYTES)
     if status != EXIT_EQUAL:
@@ -285,8 +277,6 @@ def _split_verdict(console: Console, result: SplitResult, *, kill: str | None) -
         return _inconclusive(console, NOTHING_TO_KILL)
     if result.killed is not None:
         console.print(result.killed.describe(result))
-    if result.round_robin is not None:
-        console.print(result.describe_routers(result.round_robin))
     console.print(
         "every row of logits and every token are equal to those of one server, and every cached or "
         "received block held the bytes that were computed for it"

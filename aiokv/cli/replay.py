@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
     from aiokv import CacheEngine
     from aiokv.cli.progress import Stages
-    from aiokv.demo.router import RouterName
     from aiokv.statistics import Observation
     from aiokv.trace.disk_tier import DiskOptions
     from aiokv.trace.replay import ReplayOptions, Workload
     from aiokv.trace.report import FleetReport, ReplayReport, UsersReport
+    from aiokv.trace.router import RouterName
 
 R = TypeVar("R")
 

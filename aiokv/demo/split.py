@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 import aiokv
 from aiokv.demo.channel import Channel, ServerLostError
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.processes import start_in_new_process
 from aiokv.demo.report import Percentiles
 from aiokv.demo.requests import converse
-from aiokv.demo.router import new_router
 from aiokv.demo.runs import run_on_one_server
 from aiokv.demo.serving import first_error
 from aiokv.demo.split_report import Killed, ServerResult, SplitResult
@@ -32,15 +29,14 @@ if TYPE_CHECKING:
     from aiokv.demo.processes import Child
     from aiokv.demo.report import RunResult
     from aiokv.demo.requests import Request
-    from aiokv.demo.router import Router, RouterName
     from aiokv.demo.runs import DemoConfig, MakeScenario, Scenario, Stages
     from aiokv.demo.split_report import ServerName
     from aiokv.demo.workload import Workload
     from aiokv.peers.options import TransportName
 
     ServerEnd = tuple[ServerResult, Ledger]
-    # The end of the prefill server, None if it was killed, and those of the decode servers.
-    Servers = tuple[ServerEnd | None, list[ServerEnd]]
+    # The end of the prefill server, None if it was killed, and that of the decode server.
+    Servers = tuple[ServerEnd | None, ServerEnd]
 
 # Blocks of one transfer: small, because the prompts of the demo are short.
 CHUNK_BLOCKS = 4
@@ -54,13 +50,10 @@ class SplitConfig:
     Attributes:
         transport: moves the blocks.
         kill: process to kill in the middle; None for none.
-        servers: number of decode processes. With several, a router chooses one for each prompt, and
-            a further run with the round-robin router shows the difference.
     """
 
     transport: TransportName = "tcp"
     kill: ServerName | None = None
-    servers: int = 1
 
 
 async def run_split_demo(
@@ -82,20 +75,10 @@ async def run_split_demo(
     config.check_fits(scenario.workload)
     advance = stages("one server", scenario.workload.requests)
     one_server = await run_on_one_server(scenario, config, advance)
-    computed_per_second = one_server[0].computed_tokens / one_server[0].seconds
-
-    async def run(router_name: RouterName, title: str) -> SplitResult:
-        advance = stages(title, scenario.workload.requests)
-        router = new_router(router_name, split.servers, computed_per_second)
-        front = Front(make_scenario, config, split, router, advance)
-        servers = await front.run(scenario.workload)
-        return _result(scenario, split, front, one_server, servers)
-
-    if split.servers == 1:
-        return await run("round-robin", "prefill and decode")
-    result = await run("prefix", "prefix router")
-    round_robin = await run("round-robin", "round-robin router")
-    return msgspec.structs.replace(result, round_robin=round_robin)
+    advance = stages("prefill and decode", scenario.workload.requests)
+    front = Front(make_scenario, config, split, advance)
+    servers = await front.run(scenario.workload)
+    return _result(scenario, split, front, one_server, servers)
 
 
 def _result(
@@ -107,9 +90,10 @@ def _result(
 ) -> SplitResult:
     result, reference = one_server
     ledger = front.ledger
-    prefill, decodes = servers
-    for _, of_server in [prefill, *decodes] if prefill is not None else decodes:
-        ledger.add(of_server)
+    prefill, decode = servers
+    ledger.add(decode[1])
+    if prefill is not None:
+        ledger.add(prefill[1])
     # A killed process does not report its blocks. They are those of one server that computed them,
     # too.
     ledger.add(Ledger(computed_blocks=reference.computed_blocks))
@@ -123,8 +107,7 @@ def _result(
         transport=split.transport,
         one_server=result,
         prefill=None if prefill is None else prefill[0],
-        servers=split.servers,
-        decode=ServerResult.total([result for result, _ in decodes]),
+        decode=decode[0],
         killed=front.killed,
         first_token_ms=Percentiles.of(front.first_token_seconds, 1e3),
         first_decoded_ms=Percentiles.of(front.first_decoded_seconds, 1e3),
@@ -141,7 +124,7 @@ class ServerHandle(NamedTuple):
 
 
 class Front:
-    """Users and router: sends requests to the decode server, and prompts to the prefill server.
+    """Users: sends requests to the decode server, and prompts to the prefill server.
 
     Attributes:
         ledger: tokens that users got.
@@ -156,16 +139,13 @@ class Front:
         make_scenario: MakeScenario,
         config: DemoConfig,
         split: SplitConfig,
-        router: Router,
         advance: Callable[[int], None],
     ) -> None:
         self._make_scenario = make_scenario
         self._config = config
         self._split = split
-        self._router = router
         self._advance = advance
         self._secret = secrets.token_bytes(32)
-        self._decodes: list[ServerHandle] = []
         self._requests: dict[str, Request] = {}
         self._prefilled: dict[str, float] = {}  # seconds to the first token of the prefill server
         self._restarted = asyncio.Event()
@@ -188,13 +168,12 @@ class Front:
         """
         self._half = max(1, workload.requests // 2)
         async with AsyncExitStack() as self._stack:
-            self._prefill, *self._decodes = await asyncio.gather(
-                self._start("prefill"),
-                *(self._start("decode") for _ in range(self._split.servers)),
+            self._prefill, self._decode = await asyncio.gather(
+                self._start("prefill"), self._start("decode")
             )
             try:
                 async with asyncio.TaskGroup() as self._group:
-                    for server in (self._prefill, *self._decodes):
+                    for server in (self._prefill, self._decode):
                         self._group.create_task(self._watch(server))
                     began = time.perf_counter()
                     async with asyncio.TaskGroup() as users:
@@ -208,9 +187,9 @@ class Front:
     # --- users ----------------------------------------------------------------------------------
 
     async def _ask(self, request: Request) -> None:
-        """Append the answer of a decode server to the tokens of a request."""
+        """Append the answer of the decode server to the tokens of a request."""
         self._requests[request.name] = request
-        tokens, decoded = await self._decode(request)
+        tokens, decoded = await self._answer(request)
         self.first_decoded_seconds.append(decoded)
         self.first_token_seconds.append(min(decoded, self._prefilled.get(request.name, decoded)))
         self.ledger.record_tokens(request.name, tokens)
@@ -218,32 +197,18 @@ class Front:
         self._answered += 1
         self._advance(1)
 
-    async def _decode(self, request: Request) -> tuple[list[int], float]:
+    async def _answer(self, request: Request) -> tuple[list[int], float]:
         """Return the output tokens, and the seconds until the first one was computed."""
         while True:
             try:
-                decode = await self._choose(request)
-                answer: tuple[list[int], float] = await decode.channel.call("serve", request)
+                channel = self._decode.channel
+                answer: tuple[list[int], float] = await channel.call("serve", request)
             except ServerLostError:
                 if self.killed is not None:
                     self.killed.sent_again += 1
                 await self._restarted.wait()
             else:
                 return answer
-
-    async def _choose(self, request: Request) -> ServerHandle:
-        """Return the decode server that the router chooses.
-
-        Raises:
-            ServerLostError: one of them has ended.
-        """
-        if len(self._decodes) == 1:
-            return self._decodes[0]
-        question = request.tokens, request.items
-        asked = [decode.channel.call("held", *question) for decode in self._decodes]
-        held = await asyncio.gather(*asked)
-        now = time.perf_counter()
-        return self._decodes[self._router.choose(held, len(request.tokens), now)]
 
     # --- servers --------------------------------------------------------------------------------
 
@@ -284,9 +249,8 @@ class Front:
             await server.child.result()  # raises
         if server is self._prefill:
             return
-        started = await self._start("decode")
-        self._decodes[self._decodes.index(server)] = started
-        self._group.create_task(self._watch(started))
+        self._decode = await self._start("decode")
+        self._group.create_task(self._watch(self._decode))
         self._restarted.set()
 
     async def _compute_prompt(self, name: str, ticket: bytes) -> bool:
@@ -312,9 +276,9 @@ class Front:
     async def _stop(self) -> Servers:
         """Let the servers end, and return their results."""
         self._stopping = True
-        for server in (self._prefill, *self._decodes):
+        for server in (self._prefill, self._decode):
             await server.channel.aclose()
         prefill = None
         if self.killed is None or self.killed.name != "prefill":
             prefill = await self._prefill.child.result()
-        return prefill, [await decode.child.result() for decode in self._decodes]
+        return prefill, await self._decode.child.result()

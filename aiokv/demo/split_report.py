@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -73,18 +73,6 @@ class ServerResult(ServingStatistics, kw_only=True):
             sent_early_blocks=sent.early_blocks,
         )
 
-    @classmethod
-    def total(cls, results: list[ServerResult]) -> ServerResult:
-        """Return the sums over servers."""
-        return msgspec.convert(_sums([msgspec.to_builtins(result) for result in results]), cls)
-
-
-def _sums(counts: list[Any]) -> Any:
-    """Return the sums of numbers, or of the entries of dictionaries of numbers."""
-    if isinstance(counts[0], dict):
-        return {name: _sums([each[name] for each in counts]) for name in counts[0]}
-    return sum(counts)
-
 
 class Killed(msgspec.Struct, kw_only=True):
     """A process that was killed in the middle.
@@ -129,9 +117,7 @@ class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prefill: None if the process was killed.
-        servers: number of decode servers at a time.
-        decode: sum of all decode processes that were not killed.
-        round_robin: with several decode servers, the same with the round-robin router.
+        decode: of the decode process that was not killed.
         first_token_ms: time from a user's request to its first output token, of either server.
         first_decoded_ms: time to the first output token of the decode server.
         seconds: duration of the split run.
@@ -145,22 +131,12 @@ class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     one_server: RunResult
     prefill: ServerResult | None
-    servers: int
     decode: ServerResult
     killed: Killed | None
     first_token_ms: Percentiles
     first_decoded_ms: Percentiles
     seconds: float
     compared: Comparison
-    round_robin: SplitResult | None = None
-
-    def describe_routers(self, round_robin: SplitResult) -> str:
-        """Return how many tokens the decode servers held, by router."""
-        shares = [
-            f"{format_share(run.decode.reused_tokens.total, run.decode)} with the {name} router"
-            for name, run in (("prefix", self), ("round-robin", round_robin))
-        ]
-        return f"prompt tokens that the chosen decode server held: {shares[0]}, {shares[1]}"
 
 
 _Server = RunResult | ServerResult
@@ -170,9 +146,7 @@ def print_split_table(console: Console, result: SplitResult) -> None:
     """Print all measures of one server, of the split run, and of its two servers."""
     killed = result.killed.name if result.killed is not None else ""
     prefill = "prefill, killed" if killed == "prefill" else "prefill"
-    decode = "decode" if result.servers == 1 else f"{result.servers} x decode"
-    if killed == "decode":
-        decode += ", restarted"
+    decode = "decode, restarted" if killed == "decode" else "decode"
     servers = (result.one_server, None, result.prefill, result.decode)
     rows = [
         (title, *("-" if server is None else cell(server) for server in servers))

@@ -17,8 +17,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from aiokv.demo.channel import Channel
 from aiokv.demo.requests import Request
 from aiokv.demo.runner import ModelRunner
@@ -189,16 +187,12 @@ class Decode(Role):
 
     def handlers(self) -> Handlers:
         """See :class:`Role`."""
-        return {"serve": self._serve, "held": self._held}
+        return {"serve": self._serve}
 
     async def _serve(self, request: Request) -> tuple[list[int], float]:
         """Return all output tokens, and the seconds until the first one was computed."""
         await self.server.serve_request(request)
         return request.generated, request.ttft_seconds or 0.0
-
-    async def _held(self, tokens: list[int], items: tuple[aiokv.Item, ...]) -> int:
-        """Return the number of leading tokens of a prompt on the device."""
-        return self._engine.would_hit(np.array(tokens, np.int32), items=items).device_tokens
 
     @asynccontextmanager
     async def handover(self, request: Request, lease: aiokv.Lease) -> AsyncIterator[int]:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aiokv import CacheEngine
-from aiokv.demo.router import ROUTER_NAMES, RouterName, new_router
 from aiokv.errors import UsageError
 from aiokv.trace.format import expand_tokens
 from aiokv.trace.loops import CHUNK_REQUESTS, plain_loop
 from aiokv.trace.report import FleetReport, RouterPoint
+from aiokv.trace.router import ROUTER_NAMES, RouterName, new_router
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv.demo.router import Router
     from aiokv.trace.replay import ReplayOptions, Stages, Workload
+    from aiokv.trace.router import Router
 
 
 class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,19 +85,6 @@ def test_prefill_process_keeps_its_cache_when_decode_is_killed(
     assert "the prefill process kept its cache" in " ".join(capsys.readouterr().out.split())
 
 
-def test_several_decode_processes_serve_with_both_routers(
-    split: Demo, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, found = split("--servers", "2")
-    check_equal(status, found)
-    other = found["round_robin"]
-    check_equal(status, other)
-    assert all(run["decode"]["reused_tokens"]["total"] > 0 for run in (found, other))
-    assert found["servers"] == 2
-    assert found["decode"]["requests"] == found["one_server"]["requests"]
-    assert "with the prefix router" in " ".join(capsys.readouterr().out.split())
-
-
 def test_split_of_one_request_kills_nothing(split: Demo) -> None:
     cached = ["--conversations", "1", "--turns", "1", "--system-tokens", "1", "--user-tokens", "1"]
     status, found = split("--kill", "prefill", *cached)

@@ -1,11 +1,11 @@
-"""Routers of the demo: which server gets a prompt."""
+"""Routers: which server gets a prompt."""
 
 from __future__ import annotations
 
 import pytest
 
-from aiokv.demo.router import PrefixRouter, RoundRobin, new_router
 from aiokv.errors import UsageError
+from aiokv.trace.router import PrefixRouter, RoundRobin, new_router
 
 
 def test_round_robin_gives_each_server_the_next_prompt():

@@ -1,4 +1,4 @@
-"""Routers: choose the decode server of each prompt. An example of about 100 lines.
+"""Routers: choose the server of each prompt. An example of about 100 lines.
 
 A router needs two numbers per server: how many leading tokens of the prompt the server holds
 (``engine.would_hit(tokens)``, asked over the router's own connection), and how much work the server
