@@ -65,6 +65,23 @@ def test_cached_blocks_equal_those_of_the_model(seed):
     assert seen["exact"] > 320
 
 
+def test_a_matched_prompt_beyond_its_share_is_retained_whole():
+    """The match waits to be noted, and then divides the blocks beyond the share from the others."""
+    core = new_core(CacheConfig(device_blocks=20, block_tokens=2, salt_shares={"a": 3 / 20}))
+    tokens = np.arange(15, dtype=np.int32)
+    for end in (15, 7):
+        lease = core.match(tokens[:end], "1:a")[0]
+        core.allocate(lease, end)
+        core.commit(lease, end, 0)
+        if end == 15:
+            core.release(lease, 0)
+    core.match(tokens, "1:a")  # the first 3 blocks, which the share guarantees, are in use
+    assert core.retain(tokens, "1:a", [], 0, 1) == 7
+    core.release(lease, 0)
+    assert core.retained_blocks() == {"1:a": 7}
+    assert core.violations() == []
+
+
 def test_levels_of_ended_retentions_are_used_again():
     core = new_core(CacheConfig(device_blocks=8, block_tokens=2))
     tokens = np.arange(9, dtype=np.int32)

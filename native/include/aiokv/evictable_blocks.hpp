@@ -65,6 +65,11 @@ class EvictableBlocks final : private SplitListener {
     // Marks a path, which begins at the root, as used now. Its deepest block counts as the least
     // recently used.
     void touch(std::span<const NodeId> path);
+    // Call before a block loses its parent. The blocks of a path that was marked are moved in their
+    // queues now, if they have not been yet.
+    void end_touch() {
+        if (touched_ != kNone) move_touched();
+    }
     // Call before the first swapped lease holds the node, and after the last one has released it.
     void begin_hold(NodeId node);
     void end_hold(NodeId node);
@@ -172,9 +177,6 @@ class EvictableBlocks final : private SplitListener {
     PreferredQueue& queue_of(RunId run) { return is_on_device(run) ? device_ : host_; }
     std::uint32_t& queued_of(RunId run) {
         return is_on_device(run) ? queued_device_ : queued_host_;
-    }
-    void end_touch() {
-        if (touched_ != kNone) move_touched();
     }
     void move_touched();
     void take_out(RunId run);

@@ -256,7 +256,8 @@ void EvictableBlocks::touch(std::span<const NodeId> path) {
     touched_ = path.back();
     const Run& run = tree_.run(touched_);
     if (run.has(kQueued | kParked) && run.last() != touched_) tree_.split_after(touched_);
-    if (has_host_ || device_.has_parts()) end_touch();
+    // A run that enters a share may divide another one.
+    if (has_host_ || device_.has_parts() || run.share > 0) end_touch();
 }
 
 // Callers of what follows may hold ids of runs, so no run is divided or joined here.

@@ -78,6 +78,7 @@ void Residency::drop_subtree(NodeId top, NodeId above) {
 
 // Drops a node and all below it.
 void Residency::drop(NodeId node) {
+    evictable_.end_touch();
     const NodeId parent = tree_.parent(node);
     tree_.unlink(node);
     if (!tree_.has_child(node)) {
