@@ -33,13 +33,19 @@ class Preferences:
             found.append(block)
         return found
 
-    def request(self, context: str, tokens: list[int]) -> int:
-        """Serve a request whose blocks are all computed; return the blocks of its hit."""
+    def match(self, context: str, tokens: list[int]) -> int:
+        """Match a prompt without a grant, which uses the blocks of its hit; return their number."""
         hit = self.path(context, tokens[:-1])
-        for block in reversed(hit):  # the match
+        for block in reversed(hit):
             self.leave(block)
             self.use(block)
             self.enter(block)
+        return len(hit)
+
+    def request(self, context: str, tokens: list[int]) -> int:
+        """Serve a request whose blocks are all computed; return the blocks of its hit."""
+        hit = self.path(context, tokens[:-1])
+        self.match(context, tokens)
         self.served = context
         for block in hit:
             self.leave(block)

@@ -28,19 +28,33 @@ def test_cached_blocks_equal_those_of_the_model(seed):
     model = Preferences(
         bt, capacity, {c: int(shares[s] * capacity) for c, s in CONTEXTS.items() if s in shares}
     )
+    verbs = ["request"] * 8 + ["match", "match", "release", "forget"]
+    if rng.random() < 0.7:
+        verbs += ["retain", "retain", "demote", "end"]
     now = 0
     seen: Counter[str] = Counter()
+    matched: list[int] = []  # leases without a grant
+    context, tokens = "", [1]
     for _ in range(400):
-        context = rng.choice(list(CONTEXTS))
-        tokens = [rng.choice((1, 1, 1, 2)) for _ in range(rng.randint(1, 14))]
+        if rng.random() < 0.8:
+            context = rng.choice(list(CONTEXTS))
+            tokens = [rng.choice((1, 1, 1, 2)) for _ in range(rng.randint(1, 14))]
         array = np.array(tokens, np.int32)
-        verb = rng.choice(["request"] * 8 + ["retain", "retain", "demote", "forget", "end"])
+        verb = rng.choice(verbs)
         if verb == "request":
             lease, hit, _ = core.match(array, context)
             assert core.allocate(lease, len(tokens)) == 1
             core.commit(lease, len(tokens), 0)
             core.release(lease, 0)
             assert model.request(context, tokens) == hit
+        elif verb == "match":
+            lease, hit, _ = core.match(array, context)
+            matched.append(lease)
+            assert model.match(context, tokens) == hit
+            seen["matched"] += hit
+        elif verb == "release":
+            if matched:
+                core.release(matched.pop(rng.randrange(len(matched))), 0)
         elif verb == "retain":
             priority, end = rng.randrange(3), now + rng.randint(1, 6)
             blocks = core.retain(array, context, [], priority, end)
@@ -61,7 +75,8 @@ def test_cached_blocks_equal_those_of_the_model(seed):
         assert Counter(counted) <= kept
         seen["exact"] += counted == kept
         assert core.violations() == []
-    assert seen["retained"] + seen["demote"] + seen["forget"] > 10
+    assert seen["matched"] > 10
+    assert seen["retained"] + seen["demote"] + seen["forget"] > 5
     assert seen["exact"] > 320
 
 

@@ -134,13 +134,9 @@ class EvictableBlocks final : private SplitListener {
         end_touch();
         return device_.serve(share);
     }
-    // Returns the rank of a block of the device queue, or of one that has returned to it.
+    // Returns the rank of a block of the device queue, or of one that is deferred from it.
     PreferredQueue::Rank device_rank(NodeId node) const {
-        return tree_.run(node).has(kQueued) ? device_.rank_of(tree_.run_of(node))
-                                            : rank_to_return(node);
-    }
-    PreferredQueue::Rank rank_to_return(NodeId node) const {
-        return device_.rank_to_enter(tree_.run_of(node));
+        return device_.rank_of(tree_.run_of(node));
     }
     template <class Visit>
     void for_each_retained(Visit visit) {

@@ -64,7 +64,7 @@ enum RunFlag : std::uint8_t {
     kParked = 1 << 1,      // blocked: left that queue, and will return to its front
     kMayBeAhead = 1 << 2,  // some of its blocks may have kAhead
     kOnDevice = 1 << 3,    // all of its blocks have kDeviceValid; without it, some may have it
-    kReserved = 1 << 4,    // queued in the part of its salt's share; see PreferredQueue
+    kReserved = 1 << 4,    // in the part of its salt's share, or deferred from it: PreferredQueue
 };
 
 // How long a run should stay cached: an entry of Levels.

@@ -72,7 +72,8 @@ class PreferredQueue final : public TierQueue {
     RunId after(RunId run) const override;
     RunId before(RunId run) const override { return queue_of(run).before(run); }
     void push_back(RunId run) override { enter(run).push_back(run); }
-    void push_front(RunId run) override { enter(run).push_front(run); }
+    // Returns a run to the part that it was deferred from.
+    void push_front(RunId run) override { enter_again(run).push_front(run); }
     void insert_before(RunId part, RunId run) override { queue_of(run).insert_before(part, run); }
     void insert_after(RunId part, RunId run) override { queue_of(run).insert_after(part, run); }
     void remove(RunId run) override { has_parts() ? remove_from_part(run) : normal_.remove(run); }
@@ -84,10 +85,8 @@ class PreferredQueue final : public TierQueue {
     void resize(std::uint32_t blocks) { blocks_ = blocks; }
     // Returns true if a run may be in another part than the normal one.
     bool has_parts() const { return !parts_.empty(); }
-    // Returns the rank of the part of a queued run.
+    // Returns the rank of the part of a queued run, or of the part that a run was deferred from.
     Rank rank_of(RunId run) const;
-    // Returns the rank of the part that push_front() would choose.
-    Rank rank_to_enter(RunId run) const;
     // Makes room for a salt with this share, or, with 0, for others. Returns the share before.
     std::uint32_t serve(std::uint32_t share) { return std::exchange(served_, share); }
     // Number of reserved blocks of the salt beyond its share.
@@ -129,6 +128,11 @@ class PreferredQueue final : public TierQueue {
         return r.share == 0 && r.level == kNormalLevel ? normal_ : enter_part(run);
     }
     TierQueue& enter_part(RunId run);
+    TierQueue& enter_again(RunId run) {
+        const Run& r = tree_.runs()[run];
+        grow(run, r.length);
+        return part(key_of(r));
+    }
     void remove_from_part(RunId run);
     TierQueue& part(Rank key) {
         return key == Levels::kNormal ? normal_

@@ -82,14 +82,10 @@ void EvictableBlocks::note_place(const PreferredQueue& queue, RunId id) {
 
 void EvictableBlocks::set_level(RunId id, Level level) {
     end_touch();
-    const bool is_queued = tree_.runs()[id].has(kQueued);
-    PreferredQueue& queue = queue_of(id);
-    if (is_queued) {
-        ahead_.remove(id);
-        queue.remove(id);
-    }
+    const bool is_listed = tree_.runs()[id].has(kQueued | kParked);
+    take_out(id);
     tree_.runs()[id].level = level & kMaxLevel;
-    if (is_queued) append(queue, id);
+    if (is_listed) push(id);
 }
 
 void EvictableBlocks::retain(std::span<const NodeId> path, std::uint32_t priority,
@@ -169,7 +165,7 @@ void EvictableBlocks::take_out(RunId id) {
     } else if (is_device) {
         deferred_device_ -= run.length;
     }
-    run.clear(kQueued | kParked);
+    run.clear(kQueued | kParked | kReserved);
 }
 
 void EvictableBlocks::trim(RunId id, std::uint32_t count) {
@@ -194,9 +190,10 @@ void EvictableBlocks::clear() {
 }
 
 void EvictableBlocks::defer(RunId id) {
-    dequeue(id);
     Run& run = tree_.runs()[id];
-    run.set(kParked);
+    const bool is_reserved = run.has(kReserved);
+    dequeue(id);
+    run.set(is_reserved ? kParked | kReserved : kParked);
     idle_host_ += count_idle_host(id);
     if (!is_on_device(id)) return;
     deferred_device_ += run.length;
@@ -236,14 +233,13 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
     if (on_device ? tree_.has_device_child(node) : tree_.has_child(node) || n.holds > 0) return;
     // Without a host tier, the blocks above in the run are evicted right after this one.
     const RunId id = has_host_ ? tree_.isolate(node) : tree_.split_after(node);
-    dequeue(id);
+    Run& run = tree_.runs()[id];
+    run.clear(kParked);
+    run.set(kQueued);
+    if (on_device) deferred_device_ -= run.length;
+    queued_of(id) += run.length;
     queue_of(id).push_front(id);
-    tree_.runs()[id].set(kQueued);
-    queued_of(id) += tree_.runs()[id].length;
-    idle_host_ += count_idle_host(id);
-    if (const std::uint32_t share = tree_.runs()[id].share; share > 0) {
-        fit_share(queue_of(id), share);
-    }
+    if (run.has(kReserved)) fit_share(queue_of(id), run.share);
     if (!on_device || !ahead_.is_begun()) return;
     if (!is_saved(n) || device_.has_parts())
         return ahead_.restart();  // blocks looked at are behind this one now

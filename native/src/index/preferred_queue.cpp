@@ -56,12 +56,6 @@ PreferredQueue::Rank PreferredQueue::rank_of(RunId run) const {
     return r.has(kReserved) && r.share == served_ ? kServed : key_of(r);
 }
 
-PreferredQueue::Rank PreferredQueue::rank_to_enter(RunId run) const {
-    const Run& r = tree_.runs()[run];
-    if (r.share == 0 || r.level == kDemotedLevel) return levels_.rank(r.level);
-    return r.share == served_ ? kServed : kReservedPart | r.share;
-}
-
 // Returns the first run of the first part whose rank is at least `from`.
 RunId PreferredQueue::first_from(Rank from) const {
     for (auto part = parts_.lower_bound(from); part != parts_.end(); ++part) {
@@ -88,11 +82,8 @@ RunId PreferredQueue::after(RunId run) const {
 
 TierQueue& PreferredQueue::enter_part(RunId run) {
     Run& r = tree_.runs()[run];
-    if (r.share > 0 && r.level != kDemotedLevel) {
-        r.set(kReserved);
-        reserved_[r.share - 1] += r.length;
-    }
-    return part(key_of(r));
+    if (r.share > 0 && r.level != kDemotedLevel) r.set(kReserved);
+    return enter_again(run);
 }
 
 void PreferredQueue::remove_from_part(RunId run) {

@@ -180,7 +180,7 @@ class Residency::Forecast {
                              tree_[parent].has(kDeviceValid) && device_children(parent) == 0;
         if (!waits || !is_free) {
             node = kNone;
-        } else if (residency_.evictable_.rank_to_return(parent) <=
+        } else if (residency_.evictable_.device_rank(parent) <=
                    residency_.evictable_.device_rank(node)) {
             node = parent;
         } else {
@@ -194,7 +194,7 @@ class Residency::Forecast {
     // that of `node`, among the blocks that have returned to the front of theirs; or kNone.
     NodeId take_returned(NodeId node) {
         const EvictableBlocks& evictable = residency_.evictable_;
-        const auto rank = [&](NodeId returned) { return evictable.rank_to_return(returned); };
+        const auto rank = [&](NodeId returned) { return evictable.device_rank(returned); };
         const auto first = std::ranges::min_element(returned_.rbegin(), returned_.rend(), {}, rank);
         if (first == returned_.rend()) return kNone;
         if (node != kNone && rank(*first) > evictable.device_rank(node)) return kNone;
