@@ -543,6 +543,40 @@ async def test_objects_that_leave_memory_before_their_save_below_cost_no_budget(
 
 
 @pytest.mark.asyncio
+async def test_objects_are_saved_below_after_a_save_that_raised(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, pools, threads = ScriptedStore(), SlotPools(8 * PITCH), StoreThreads("test", 1)
+    pool = pools.pool(9_984, PITCH)
+    part = store.for_group("9984")
+    below = await Below(StoreUse(part), pool, pools, threads, 1.0, None).opened()
+    key, blocks, slots = keys_of([1]), Blocks(1), pools.reserve(pool, 1)
+    blocks.write(0, key)
+    assert pool.memory.save(key, slots, blocks.memory, ids(0)).tolist() == [DONE]
+    pool.commit(key, slots)
+
+    async def raises(_: object) -> None:
+        raise MemoryError("no memory")
+
+    async def is_logged() -> bool:
+        return "host.save_below_failed blocks=1" in caplog.text and "no memory" in caplog.text
+
+    async def is_saved() -> bool:
+        return below.saved_blocks == 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "run", raises)
+        below.save_soon(key)
+        await eventually(is_logged)
+    caplog.clear()  # the exception of the record has references to the pool
+    below.save_soon(key)
+    await eventually(is_saved)
+    await below.aclose()
+    await threads.aclose()
+    pools.close()
+
+
+@pytest.mark.asyncio
 async def test_a_fetch_waits_for_the_cancelled_one_that_still_writes_its_blocks() -> None:
     store, pools, threads = ScriptedStore(), SlotPools(8 * PITCH), StoreThreads("test", 1)
     pool = pools.pool(9_984, PITCH)

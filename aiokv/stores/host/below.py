@@ -181,7 +181,10 @@ class Below:
                 first = list(islice(self._queue, len(self._save_blocks)))
                 for key in first:
                     del self._queue[key]
-                await self._save(b"".join(first))
+                try:
+                    await self._save(b"".join(first))
+                except Exception as error:  # the next objects are saved nevertheless
+                    _log.error("host.save_below_failed", blocks=len(first), exc_info=error)
 
     async def _save(self, keys: bytes) -> None:
         admitted = self._guard.admit(keys)
