@@ -177,34 +177,39 @@ class _Connection:
             response is not None
             and response.status == HTTPStatus.PARTIAL_CONTENT
             and response.headers.get("Content-Range") == place
-            and response.length == part[1] - part[0]  # None for a body in chunks
+            and response.length in (part[1] - part[0], None)
         )
 
     def receive(
         self, num_bytes: int, writer: ObjectWriter, unwanted: threading.Event, deadline: float
     ) -> bool:
-        """Receive the body of the response; return False if it became unwanted.
+        """Receive the body of the response; return False if it became unwanted, or is longer.
 
         Raises:
             OSError: it ended early, or has not arrived in time.
+            HTTPException: a chunk ended early.
         """
-        if self._response is None or self._socket is None:
+        response = self._response
+        if response is None or self._socket is None:
             raise ConnectionError("no request was sent")
+        has_length = response.length is not None  # otherwise in chunks, or until the end
+        body = response.fp if has_length else response
         filled = 0
         while num_bytes:
             if unwanted.is_set():
                 return False
             self._socket.settimeout(_left(deadline))
-            count = self._response.fp.readinto1(self._buffer[filled : filled + num_bytes])
+            count = body.readinto1(self._buffer[filled : filled + num_bytes])
             if not count:
                 raise ConnectionError(f"{num_bytes} bytes are missing")
             filled, num_bytes = filled + count, num_bytes - count
             if filled == len(self._buffer) or not num_bytes:
                 writer.write(self._buffer[:filled])
                 filled = 0
-        self._response.close()
+        is_at_end = has_length or not response.read1(1)
+        response.close()
         self.used_at = time.monotonic()
-        return True
+        return is_at_end
 
     def close(self) -> None:
         """Close the connection."""
