@@ -1,9 +1,7 @@
 """LayerDoneCounter: the layers of a transfer that have arrived.
 
-There are three ways to wait. ``await wait(layer)`` returns when the bytes have arrived, and
-``host_wait(layer)`` does so in an ordinary thread. ``gpu_wait(layer, stream)`` lets a stream wait
-instead of the host. It orders work but does not verify the transfer, so a step that used it calls
-``raise_for_error()`` before its outputs are used.
+A :class:`~aiokv.worker.views.LayerView` waits for the layers of one or more counters: its ``wait``
+awaits ``settled``, its ``host_wait`` calls ``host_settled``, and its ``gpu_wait`` calls ``order``.
 """
 
 from __future__ import annotations
@@ -16,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 from aiokv.base.checks import timeout as checked_timeout
 from aiokv.errors import DeviceError, TransferError, TransferTimeout, UsageError
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.thread_waits import NO_DEADLINE, Deadline, ThreadWaits
+from aiokv.worker.thread_waits import Deadline, ThreadWaits
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
     from aiokv.worker.device.base import Copy
-    from aiokv.worker.views import LayerView
 
 ALL: Final = -1  # key of waiters for the end
 REST: Final = -2  # key of threads that wait until no byte moves
@@ -31,9 +28,9 @@ REST: Final = -2  # key of threads that wait until no byte moves
 class LayerDoneCounter:
     """Progress of one transfer, layer by layer.
 
-    ``gpu_wait``, ``host_wait``, ``rest`` and their variants, ``is_done``, ``at_rest``, ``failure``
-    and ``raise_for_error`` may be used in any thread, all other methods only on the loop. The
-    counter keeps the copy and its events alive.
+    ``order``, ``order_all``, ``host_settled``, ``rest``, ``is_done``, ``at_rest``, ``failure`` and
+    ``raise_for_error`` may be used in any thread, all other methods only on the loop. The counter
+    keeps the copy and its events alive.
 
     Attributes:
         at_rest: no byte moves any more. Waiters are released at that time, except when one of
@@ -49,7 +46,7 @@ class LayerDoneCounter:
         direction: the plan's.
         num_bytes: bytes of the plan; 0 if unknown.
         expedite: submits the transfer before its turn; returns False when that is impossible now.
-            Called only on the loop's thread, by a ``gpu_wait`` that would otherwise never return.
+            Called only on the loop's thread, by an ``order`` that would otherwise never return.
     """
 
     def __init__(
@@ -130,15 +127,12 @@ class LayerDoneCounter:
         """
         failure = self.failure
         if failure is not None:
-            raise self._error(failure)
-
-    def _error(self, failure: CopyError) -> TransferError:
-        return TransferError(
-            f"{self.direction} {self.transfer_id} failed at block {failure.first_bad_block}: "
-            f"{failure.reason}",
-            direction=self.direction,
-            rank=failure.rank,
-        )
+            raise TransferError(
+                f"{self.direction} {self.transfer_id} failed at block {failure.first_bad_block}: "
+                f"{failure.reason}",
+                direction=self.direction,
+                rank=failure.rank,
+            )
 
     def layer_done_seconds(self, layer: int) -> float | None:
         """``time.monotonic()`` when the layer arrived; None before.
@@ -171,27 +165,17 @@ class LayerDoneCounter:
 
     # --- waiting on the loop ----------------------------------------------------------------
 
-    async def wait(self, layer: int, timeout: float | None = None) -> None:
-        """Wait until the layer has arrived; does not suspend when it has.
+    async def settled(self, layer: int, timeout: float | None = None) -> None:
+        """Wait until a layer has arrived (``ALL``: each layer), or the transfer has failed.
+
+        Does not suspend if it has. A failed transfer is awaited until no byte of it moves any more,
+        so that the blocks can be written again; see ``at_rest``.
 
         Raises:
-            TransferError: the transfer failed or was cancelled. Raised when no byte of it moves any
-                more, so that the blocks can be written again; see ``at_rest``.
             TransferTimeout: names the layer.
 
         Cancellation: detaches this waiter; the transfer goes on.
         """
-        self._check(layer)
-        await self.settled(layer, timeout)
-        self.raise_for_error()
-
-    async def wait_all(self, timeout: float | None = None) -> None:
-        """Wait until all layers have arrived; see ``wait``."""
-        await self.settled(ALL, timeout)
-        self.raise_for_error()
-
-    async def settled(self, layer: int, timeout: float | None = None) -> None:
-        """As ``wait``, but return when the transfer failed."""
         timeout = checked_timeout(timeout)
         if layer != ALL:
             self._check(layer)
@@ -221,48 +205,28 @@ class LayerDoneCounter:
             f"{self.direction} {self.transfer_id}: {what} did not arrive within {timeout} s"
         )
 
-    def __aiter__(self) -> AsyncIterator[int]:
-        """Layers in ascending order, each when it has arrived."""
-        return LayerIterator(self)
-
     # --- waiting in a thread ----------------------------------------------------------------
 
-    def host_wait(self, layer: int, timeout: float | None = None) -> None:
-        """Block the calling thread, without the GIL, until the layer has arrived.
-
-        Args:
-            layer: from 0.
-            timeout: seconds; None for no limit.
-
-        Raises:
-            TransferError: as for ``wait``.
-            TransferTimeout: the layer has not arrived in time. The transfer goes on.
-            UsageError: there is no such layer; or this is the loop's thread, which would wait for
-                itself.
-            KeyboardInterrupt: the transfer goes on.
-        """
-        self._check(layer)
-        self.host_settled(layer, Deadline(timeout))
-        self.raise_for_error()
-
-    def host_wait_all(self, timeout: float | None = None) -> None:
-        """Block the calling thread until all layers have arrived; see ``host_wait``."""
-        self.host_settled(ALL, Deadline(timeout))
-        self.raise_for_error()
-
-    def rest(self, deadline: Deadline = NO_DEADLINE) -> None:
+    def rest(self, deadline: Deadline) -> None:
         """Block the calling thread until no byte moves any more, after success or failure.
 
         Raises:
             TransferError: the loop has ended, so the end of the transfer stays unknown.
-            TransferTimeout, UsageError, KeyboardInterrupt: as for ``host_wait``.
+            TransferTimeout, UsageError, KeyboardInterrupt: as for ``host_settled``.
         """
         self.host_settled(REST, deadline)
         if not self.at_rest:
             self.raise_for_error()
 
     def host_settled(self, layer: int, deadline: Deadline) -> None:
-        """As ``host_wait``, but return when the transfer failed."""
+        """Block the calling thread, without the GIL; see ``settled``.
+
+        Raises:
+            TransferTimeout: the layer has not arrived in time. The transfer goes on.
+            UsageError: there is no such layer; or this is the loop's thread, which would wait for
+                itself.
+            KeyboardInterrupt: the transfer goes on.
+        """
         if layer >= 0:
             self._check(layer)
         if self._is_settled(layer):
@@ -278,7 +242,7 @@ class LayerDoneCounter:
 
     # --- waiting on a stream, any thread ----------------------------------------------------
 
-    def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:
+    def order(self, layer: int, stream: Any, deadline: Deadline) -> CopyError | None:
         """Let ``stream`` wait for the layer; the host does not wait.
 
         Blocks the calling thread, without the GIL, until the layer has been submitted: an event
@@ -287,39 +251,17 @@ class LayerDoneCounter:
 
         Args:
             layer: from 0.
-            stream: a stream of the device.
-            timeout: seconds that the layer may take to be submitted; None for no limit. It does not
-                limit how long the stream waits.
+            stream: a stream of the device. It also waits for a failing transfer that still moves
+                bytes.
+            deadline: of the submission; it does not limit how long the stream waits.
+
+        Returns:
+            None if the stream waits for the layer, or the layer has arrived; the failure of a
+            transfer that was refused or has failed.
 
         Raises:
-            TransferError: the transfer failed or was cancelled, and no byte of it moves any more;
-                or the layer will never be submitted.
             TransferTimeout: the layer was not submitted in time; the stream does not wait for it.
             UsageError: on the loop's thread, while the transfer waits for a step to be closed.
-        """
-        failure = self.order(layer, stream, Deadline(timeout))
-        if failure is not None:
-            raise self._error(failure)
-
-    def gpu_wait_all(self, stream: Any, timeout: float | None = None) -> None:
-        """Let ``stream`` wait for every layer, e.g. before the launch of a CUDA graph.
-
-        Args:
-            stream: as for ``gpu_wait``.
-            timeout: as for ``gpu_wait``, for all layers together.
-        """
-        failure = self.order_all(stream, Deadline(timeout))
-        if failure is not None:
-            raise self._error(failure)
-
-    def order(self, layer: int, stream: Any, deadline: Deadline = NO_DEADLINE) -> CopyError | None:
-        """As ``gpu_wait``, but return the failure.
-
-        None means that the stream waits for the layer, or that the layer has arrived. The stream
-        also waits for a failing transfer that still moves bytes.
-
-        Raises:
-            TransferTimeout, UsageError: as gpu_wait.
         """
         self._check(layer)
         if layer not in self._owed and self.failure is None:
@@ -335,7 +277,7 @@ class LayerDoneCounter:
             return CopyError(0, str(error))
         return None
 
-    def order_all(self, stream: Any, deadline: Deadline = NO_DEADLINE) -> CopyError | None:
+    def order_all(self, stream: Any, deadline: Deadline) -> CopyError | None:
         """As ``order``, for every layer; return the first failure."""
         for layer in range(self.num_layers):
             failure = self.order(layer, stream, deadline)
@@ -480,22 +422,3 @@ class LayerDoneCounter:
     def _check(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
             raise UsageError(f"layer is {layer}; it must be in [0, {self.num_layers})")
-
-
-class LayerIterator:
-    """``async for`` without an async generator, which would need closing."""
-
-    def __init__(self, layers: LayerDoneCounter | LayerView) -> None:
-        self._layers = layers
-        self._next = 0
-
-    def __aiter__(self) -> LayerIterator:
-        return self
-
-    async def __anext__(self) -> int:
-        layer = self._next
-        if layer == self._layers.num_layers:
-            raise StopAsyncIteration
-        self._next += 1
-        await self._layers.wait(layer)
-        return layer

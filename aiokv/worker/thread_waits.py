@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from aiokv.base.checks import timeout as checked_timeout
 
@@ -36,9 +36,6 @@ class Deadline:
         return None if self._at is None else max(self._at - time.monotonic(), 0.0)
 
 
-NO_DEADLINE: Final = Deadline(None)
-
-
 class ThreadWaits:
     """Threads that wait for conditions of one object, which a loop changes.
 
@@ -52,7 +49,7 @@ class ThreadWaits:
         # No lock is needed, because single operations of a list are atomic.
         self._waiting: list[tuple[Callable[[], bool], SimpleQueue[None]]] = []
 
-    def wait(self, condition: Callable[[], bool], deadline: Deadline = NO_DEADLINE) -> bool:
+    def wait(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         """Block the calling thread, without the GIL, until ``condition()`` is true.
 
         Args:

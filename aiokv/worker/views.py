@@ -1,4 +1,10 @@
-"""LayerView: the layers of all transfers that a lease owns or has joined."""
+"""LayerView: the layers of all transfers that a lease owns or has joined.
+
+There are three ways to wait. ``await wait(layer)`` returns when the bytes have arrived, and
+``host_wait(layer)`` does so in an ordinary thread. ``gpu_wait(layer, stream)`` lets a stream wait
+instead of the host. It orders work but does not verify the transfer, so a step that used it calls
+``raise_for_error()`` before its outputs are used.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from aiokv.base.checks import timeout as checked_timeout
 from aiokv.errors import TransferError, UsageError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layer_waits import LayerWaits
-from aiokv.worker.layers import ALL, LayerDoneCounter, LayerIterator
+from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.thread_waits import Deadline
 
 if TYPE_CHECKING:
@@ -167,10 +173,16 @@ class LayerView:
         return 0 if token is None and failure.first_bad_block == 0 else token
 
     async def wait(self, layer: int, timeout: float | None = None) -> None:
-        """As :meth:`LayerDoneCounter.wait`, for every transfer; without any it does not suspend.
+        """Wait until the layer has arrived in every transfer; does not suspend when it has.
 
         Raises:
-            UsageError: a transfer waits for the end of a step that the calling task has to close.
+            TransferError: a block of the lease failed, or its transfer was cancelled. Raised when
+                no byte of the transfer moves any more, so that the blocks can be written again.
+            TransferTimeout: names the layer.
+            UsageError: there is no such layer; or a transfer waits for the end of a step that the
+                calling task has to close.
+
+        Cancellation: detaches this waiter; the transfers go on.
         """
         self._check(layer)
         await self._arrived(layer, timeout)
@@ -192,10 +204,10 @@ class LayerView:
         self.raise_for_error()
 
     def host_wait(self, layer: int, timeout: float | None = None) -> None:
-        """As :meth:`LayerDoneCounter.host_wait`, for every transfer. Any thread but the loop's.
+        """Block the calling thread, without the GIL, until the layer has arrived in every transfer.
 
-        Without transfers it returns at once. A transfer of blocks of an open step waits until
-        another thread, or a callback of the loop, closes the step.
+        Any thread but the loop's. Without transfers it returns at once. A transfer of blocks of an
+        open step waits until another thread, or a callback of the loop, closes the step.
 
         Args:
             layer: from 0.
@@ -204,7 +216,10 @@ class LayerView:
         Raises:
             TransferError: a block of the lease failed, and no byte of its transfer moves any more;
                 ``first_bad_token`` is the first position to compute again.
-            TransferTimeout, UsageError, KeyboardInterrupt: as there.
+            TransferTimeout: the layer has not arrived in time. The transfers go on.
+            UsageError: there is no such layer; or this is the loop's thread, which would wait for
+                itself.
+            KeyboardInterrupt: the transfers go on.
         """
         self._check(layer)
         self._host_arrived(layer, timeout)
@@ -233,21 +248,29 @@ class LayerView:
 
     def __aiter__(self) -> AsyncIterator[int]:
         """Layers in ascending order, each when it has arrived in every transfer."""
-        return LayerIterator(self)
+        return _Iterator(self)
 
     def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:
-        """As :meth:`LayerDoneCounter.gpu_wait`, for every transfer. Any thread.
+        """Let ``stream`` wait for the layer of every transfer; the host does not wait. Any thread.
+
+        Blocks the calling thread, without the GIL, until the layer has been submitted: an event
+        that is not recorded yet would count as done. On the loop's own thread, the transfers are
+        submitted before their turn instead.
 
         Args:
             layer: from 0.
-            stream: as there.
-            timeout: as there, for all transfers together.
+            stream: a stream of the device.
+            timeout: seconds that the layer may take to be submitted in all transfers together; None
+                for no limit. It does not limit how long the stream waits.
 
         Raises:
-            TransferError: as there, when a block of the lease failed; ``first_bad_token`` is the
+            TransferError: a block of the lease failed or its transfer was cancelled, and no byte of
+                it moves any more; or the layer will never be submitted. ``first_bad_token`` is the
                 first position to compute again.
-            TransferTimeout: as there. The stream may wait for some of the transfers.
-            UsageError: as there.
+            TransferTimeout: the layer was not submitted in time. The stream may wait for some of
+                the transfers.
+            UsageError: there is no such layer; or this is the loop's thread, and a transfer waits
+                for a step to be closed.
         """
         self._check(layer)
         _check_stream("gpu_wait", stream)
@@ -297,6 +320,25 @@ class LayerView:
             waits=views[0].waits,
             after_step=after_step,
         )
+
+
+class _Iterator:
+    """``async for`` without an async generator, which would need closing."""
+
+    def __init__(self, view: LayerView) -> None:
+        self._view = view
+        self._next = 0
+
+    def __aiter__(self) -> _Iterator:
+        return self
+
+    async def __anext__(self) -> int:
+        layer = self._next
+        if layer == self._view.num_layers:
+            raise StopAsyncIteration
+        self._next += 1
+        await self._view.wait(layer)
+        return layer
 
 
 def _check_stream(call: str, stream: object) -> None:

@@ -13,6 +13,8 @@ from aiokv.ranks import counters as module
 from aiokv.ranks.counters import Counters
 from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.thread_waits import Deadline
+from aiokv.worker.views import LayerView
 
 pytestmark = pytest.mark.asyncio
 
@@ -74,7 +76,10 @@ async def test_threads_are_released_when_the_loop_of_the_rank_has_ended():
     ended, moving = arrive(counters, 1), arrive(counters, 2)
     end(counters, ended)
     with ThreadPoolExecutor(2) as threads:
-        waits = [threads.submit(moving.rest), threads.submit(moving.host_wait, 0)]
+        waits = [
+            threads.submit(moving.rest, Deadline(None)),
+            threads.submit(LayerView([moving]).host_wait, 0),
+        ]
         counters.abandon("the loop has ended")
         for wait in waits:
             with pytest.raises(TransferError, match="the loop has ended"):

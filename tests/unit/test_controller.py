@@ -14,6 +14,7 @@ from aiokv.testing import ManualDevice, ManualEvent, spin
 from aiokv.testing.manual import ManualStream
 from aiokv.worker import lanes
 from aiokv.worker.device_transfers import MAX_SUBMITTED
+from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
     from aiokv.base.statistics import RouteStatistics
@@ -58,7 +59,7 @@ async def test_transfer_is_reported_once_after_all_layers_arrived(
         assert worker.reports == []
         await worker.settle()
         assert worker.reports == [TransferReport(transfer_id=1, outcome="done")]
-        await counter.wait_all()
+        await LayerView([counter]).wait_all()
         await worker.settle()
         assert len(worker.reports) == 1
 
@@ -145,7 +146,7 @@ async def test_a_failed_layer_fails_the_transfer_at_its_first_bad_block(
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit("onload", [1, 2, 3], [1, 2, 3])
-        waiter = asyncio.create_task(counter.wait(1))
+        waiter = asyncio.create_task(LayerView([counter]).wait(1))
         copy = device.onloads[0]
         copy.fail(1, block=2, reason="page 7 is poisoned")
         await worker.settle()
@@ -168,7 +169,7 @@ async def test_a_device_that_refuses_is_a_failed_transfer(new_worker: type[Worke
         counter = worker.submit()
         assert worker.reports == []
         with pytest.raises(TransferError, match="out of ring slots"):
-            await counter.wait(0)
+            await LayerView([counter]).wait(0)
         await worker.settle()
         assert outcomes(worker) == {1: "failed"}
         worker.submit()
@@ -188,7 +189,7 @@ async def test_failed_event_query_fails_the_transfer(new_worker: type[Worker]) -
         assert [report.outcome for report in worker.reports] == ["failed"]
         assert "unspecified launch failure" in worker.reports[0].reason
         with pytest.raises(TransferError):
-            await counter.wait_all()
+            await LayerView([counter]).wait_all()
 
 
 async def test_cancel_removes_only_unsubmitted_transfers(
@@ -209,7 +210,7 @@ async def test_cancel_removes_only_unsubmitted_transfers(
         assert worker.reports == []  # the caller has cancelled it
         for counter in (counters[2], held):
             with pytest.raises(TransferError, match="cancelled before it was submitted"):
-                await counter.wait(0)
+                await LayerView([counter]).wait(0)
         device.complete_all()
         await worker.settle()
         assert outcomes(worker) == {1: "done", 2: "done"}
@@ -224,7 +225,7 @@ async def test_cancelling_a_waiter_leaves_the_transfer_alone(new_worker: type[Wo
     device = ManualDevice()
     async with new_worker(device) as worker:
         counter = worker.submit()
-        waiter = asyncio.create_task(counter.wait_all())
+        waiter = asyncio.create_task(LayerView([counter]).wait_all())
         await spin()
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
@@ -265,7 +266,7 @@ async def test_layers_are_announced_one_by_one_while_later_ones_move(
         counter = worker.submit()
         called: list[int] = []
         counter.add_callback(called.append)
-        waiting = [asyncio.create_task(counter.wait(layer)) for layer in range(3)]
+        waiting = [asyncio.create_task(LayerView([counter]).wait(layer)) for layer in range(3)]
         for layer in range(3):
             device.onloads[0].complete(layer)
             await worker.settle(3)
@@ -307,7 +308,7 @@ async def test_a_failed_native_call_frees_its_place_in_the_device(
             device.refuse = DeviceError("no memory")
             counter = worker.submit("onload", [i], [i])
             with pytest.raises(TransferError, match="no memory"):
-                counter.gpu_wait(0, ManualStream())
+                LayerView([counter]).gpu_wait(0, ManualStream())
             await worker.settle()
         assert set(outcomes(worker).values()) == {"failed"}
         statistics = worker.controller.statistics().attention.onload
@@ -336,7 +337,7 @@ async def test_a_report_that_raises_does_not_stop_queued_transfers(
         await spin()
         device.complete_all()
         await worker.settle()
-        await asyncio.gather(first.wait_all(), second.wait_all(), waiting)
+        await asyncio.gather(LayerView([first, second]).wait_all(), waiting)
         assert outcomes(worker) == {2: "done"}
         assert [str(context["exception"]) for context in loop_errors] == ["report"]
         loop_errors.clear()
@@ -432,7 +433,7 @@ async def test_gpu_wait_from_the_runners_thread(new_worker: type[Worker]) -> Non
 
         def runner() -> None:
             for layer in range(3):
-                counter.gpu_wait(layer, stream)
+                LayerView([counter]).gpu_wait(layer, stream)
                 passed.append(layer)
 
         thread = threading.Thread(target=runner)
@@ -457,10 +458,10 @@ async def test_gpu_wait_on_the_loops_thread_submits_out_of_order(new_worker: typ
         waiting = worker.submit("onload", [2], [2], priority=Priority.BACKUP)
         held = worker.submit("onload", [3], [3], after_step=1)
         stream = ManualStream()
-        waiting.gpu_wait(0, stream)
+        LayerView([waiting]).gpu_wait(0, stream)
         assert stream.waits == [(device.onloads[2], 0)]
         with pytest.raises(UsageError, match="close the step"):
-            held.gpu_wait(0, stream)
+            LayerView([held]).gpu_wait(0, stream)
         worker.controller.steps.close(1, None)
         assert len(device.onloads) == 3
         device.complete_all()
@@ -540,7 +541,7 @@ async def test_a_cache_of_no_bytes_is_done_in_the_next_pass(new_worker: type[Wor
     async with new_worker(ManualDevice(), layers=0) as worker:
         counter = worker.submit("onload", [10_000], [1])
         seen: list[str] = []
-        waiting = asyncio.create_task(counter.wait_all())
+        waiting = asyncio.create_task(LayerView([counter]).wait_all())
         waiting.add_done_callback(lambda _: seen.append("waiter"))
         worker.on_report = lambda report: seen.append("report")
         assert not counter.is_done

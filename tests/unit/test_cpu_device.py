@@ -17,6 +17,7 @@ from aiokv.layout.regions import Regions
 from aiokv.testing import ManualEvent, run_until_idle
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
+from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +53,7 @@ async def test_copied_bytes_arrive_and_others_do_not_change(
     """Copy every region of every layer, with odd block sizes, and check the adjacent bytes."""
     async with new_worker(CpuDevice()) as worker:
         wanted = worker.after_plain_copy(worker.contents(), direction, *ids)
-        await worker.submit(direction, *ids).wait_all()
+        await LayerView([worker.submit(direction, *ids)]).wait_all()
         assert same_bytes(worker.contents(), wanted)
         await run_until_idle(lambda: bool(worker.reports))
         assert worker.reports[0].outcome == "done"
@@ -88,7 +89,7 @@ async def test_copy_waits_on_the_device_for_its_step(
         assert not counter.is_done
         assert same_bytes(worker.contents(), before)
         gate.finish()
-        await counter.wait_all()
+        await LayerView([counter]).wait_all()
         wanted = worker.after_plain_copy(before, "onload", [1], [1])
         assert same_bytes(worker.contents(), wanted)
 
@@ -100,7 +101,7 @@ async def test_a_compute_stream_waits_for_a_layer(
     """`gpu_wait` orders the stream; the host does not wait."""
     async with new_worker(CpuDevice()) as worker:
         counter = worker.submit()
-        counter.gpu_wait_all(stream)
+        LayerView([counter]).gpu_wait_all(stream)
         behind = CpuEvent()
         stream.record(behind)
         behind.synchronize()
@@ -113,7 +114,7 @@ async def test_stream_of_another_device_is_refused(new_worker: type[Worker]) -> 
     async with new_worker(CpuDevice()) as worker:
         counter = worker.submit()
         with pytest.raises(UsageError, match=r"stream is a int; the cpu device takes a CpuStream"):
-            counter.gpu_wait(0, 7)
+            LayerView([counter]).gpu_wait(0, 7)
 
 
 @pytest.mark.asyncio
@@ -130,7 +131,7 @@ async def test_an_event_of_another_device_is_refused(new_worker: type[Worker]) -
         event.begin()
         worker.controller.steps.close(1, event)
         event.finish()
-        await counter.wait_all()
+        await LayerView([counter]).wait_all()
 
 
 def test_host_events_begin_and_finish() -> None:

@@ -18,6 +18,7 @@ from aiokv.testing import ManualEvent, spin
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.thread_waits import Deadline
 from aiokv.worker.views import DONE, LayerView, done_view
 
 if TYPE_CHECKING:
@@ -95,12 +96,12 @@ async def test_waiting_for_an_arrived_layer_does_not_suspend() -> None:
     counter = LayerDoneCounter(2)
     counter.mark_layer_done(0)
     with pytest.raises(StopIteration):
-        counter.wait(0).send(None)
+        LayerView([counter]).wait(0).send(None)
 
 
 async def test_a_mark_releases_the_waiters_of_that_layer_only() -> None:
     counter = LayerDoneCounter(2)
-    tasks = [asyncio.create_task(counter.wait(layer)) for layer in (0, 1, 1)]
+    tasks = [asyncio.create_task(LayerView([counter]).wait(layer)) for layer in (0, 1, 1)]
     await spin()
     counter.mark_layer_done(1)
     await spin(2)
@@ -112,13 +113,14 @@ async def test_a_mark_releases_the_waiters_of_that_layer_only() -> None:
 async def test_timeouts_name_the_layer() -> None:
     """A timeout is honoured, never ignored."""
     counter = LayerDoneCounter(2)
+    view = LayerView([counter])
     with pytest.raises(TimeoutError, match="layer 1 did not arrive"):
-        await counter.wait(1, timeout=0.001)
+        await view.wait(1, timeout=0.001)
     with pytest.raises(TimeoutError, match="the last layer"):
-        await counter.wait_all(timeout=0.001)
+        await view.wait_all(timeout=0.001)
     counter.mark_layer_done(0)
     counter.mark_layer_done(1)
-    await counter.wait_all(timeout=0.001)
+    await view.wait_all(timeout=0.001)
 
 
 async def test_counter_without_layers_is_done_immediately() -> None:
@@ -130,8 +132,9 @@ async def test_counter_without_layers_is_done_immediately() -> None:
 
 async def test_a_transfer_without_layers_ends_with_its_report() -> None:
     counter = LayerDoneCounter(0)
-    assert [layer async for layer in counter] == []
-    waiting = asyncio.create_task(counter.wait_all())
+    view = LayerView([counter])
+    assert [layer async for layer in view] == []
+    waiting = asyncio.create_task(view.wait_all())
     counter.attach(Copy(0))
     await spin(2)
     assert not counter.is_done
@@ -144,13 +147,14 @@ async def test_a_transfer_without_layers_ends_with_its_report() -> None:
 async def test_wait_all_and_iteration() -> None:
     """Layers are iterated in ascending order, independent of the order of arrival."""
     counter = LayerDoneCounter(3)
+    view = LayerView([counter])
     seen: list[int] = []
 
     async def collect() -> None:
-        async for layer in counter:
+        async for layer in view:
             seen.append(layer)  # noqa: PERF401 - the order is what is tested
 
-    tasks = [asyncio.create_task(collect()), asyncio.create_task(counter.wait_all())]
+    tasks = [asyncio.create_task(collect()), asyncio.create_task(view.wait_all())]
     await spin()
     counter.mark_layer_done(1)
     await spin(3)
@@ -194,13 +198,14 @@ async def test_a_transfer_has_arrived_with_the_layer_that_finished_last() -> Non
 async def test_layers_out_of_range_change_nothing(layer: int) -> None:
     """Layers out of range raise an error."""
     counter = LayerDoneCounter(2)
+    view = LayerView([counter])
     with pytest.raises(UsageError, match=r"must be in \[0, 2\)"):
         counter.mark_layer_done(layer)
     if layer >= 0:
         with pytest.raises(UsageError):
-            await counter.wait(layer)
+            await view.wait(layer)
     with pytest.raises(UsageError):
-        counter.gpu_wait(layer, None)
+        view.gpu_wait(layer, [])
     assert counter.pending_layers == [0, 1]
 
 
@@ -233,7 +238,7 @@ async def test_layer_is_done_at_its_event_not_at_submission() -> None:
 async def test_a_cancelled_waiter_is_only_detached() -> None:
     """I7, also when the mark and the cancellation happen in one pass."""
     counter = LayerDoneCounter(1)
-    early, late, stays = (asyncio.create_task(counter.wait(0)) for _ in range(3))
+    early, late, stays = (asyncio.create_task(LayerView([counter]).wait(0)) for _ in range(3))
     await spin()
     early.cancel()
     await spin(2)
@@ -255,11 +260,11 @@ async def test_failure_is_raised_after_all_copies_ended() -> None:
     seen: list[int] = []
     counter.add_callback(seen.append)
     counter.mark_layer_done(0)
-    waiters = [asyncio.create_task(counter.wait(layer)) for layer in (1, 2)]
+    waiters = [asyncio.create_task(LayerView([counter]).wait(layer)) for layer in (1, 2)]
     await spin()
     copy.failure = CopyError(4, "bad page")
     counter.mark_layer_done(1)
-    late = asyncio.create_task(counter.wait(1))
+    late = asyncio.create_task(LayerView([counter]).wait(1))
     await spin(2)
     assert not any(task.done() for task in (*waiters, late))
     with pytest.raises(TransferError, match="onload 7 failed at block 4: bad page"):
@@ -269,7 +274,7 @@ async def test_failure_is_raised_after_all_copies_ended() -> None:
         with pytest.raises(TransferError, match="bad page"):
             await task
     with pytest.raises(TransferError):
-        await counter.wait(0)
+        await LayerView([counter]).wait(0)
     assert seen == [0]
     assert counter.failure == CopyError(4, "bad page")
 
@@ -277,7 +282,7 @@ async def test_failure_is_raised_after_all_copies_ended() -> None:
 async def test_gpu_wait_blocks_until_the_layer_is_submitted() -> None:
     """CUDA treats an unrecorded event as done, so the runner would read too early."""
     copy, counter, stream = Copy(2), LayerDoneCounter(2), list[int]()
-    thread, result = await in_thread(counter.gpu_wait, 1, stream)
+    thread, result = await in_thread(LayerView([counter]).gpu_wait, 1, stream)
     await spin(3)
     assert stream == []
     counter.attach(copy)
@@ -291,7 +296,7 @@ async def test_gpu_wait_blocks_until_the_layer_is_submitted() -> None:
 async def test_gpu_wait_of_an_arrived_layer_needs_no_stream() -> None:
     counter = LayerDoneCounter(2)
     counter.mark_layer_done(0)
-    counter.gpu_wait(0, None)
+    LayerView([counter]).gpu_wait(0, [])
 
 
 async def test_gpu_wait_all_waits_for_every_layer() -> None:
@@ -299,13 +304,13 @@ async def test_gpu_wait_all_waits_for_every_layer() -> None:
     copy.submitted.set()
     counter.attach(copy)
     counter.mark_layer_done(1)
-    counter.gpu_wait_all(stream)
+    LayerView([counter]).gpu_wait_all(stream)
     assert stream == [0, 2]
 
 
 async def test_gpu_wait_raises_when_the_transfer_is_never_submitted() -> None:
     counter = LayerDoneCounter(2)
-    thread, result = await in_thread(counter.gpu_wait, 0, [])
+    thread, result = await in_thread(LayerView([counter]).gpu_wait, 0, [])
     counter.finish(CopyError(0, "cancelled"))
     thread.join()
     assert isinstance(result[0], TransferError)
@@ -315,10 +320,10 @@ async def test_gpu_wait_on_the_loops_thread_expedites_or_refuses() -> None:
     copy, stream = Copy(1), list[int]()
     copy.submitted.set()
     counter = LayerDoneCounter(1, expedite=lambda: counter.attach(copy) is None)
-    counter.gpu_wait(0, stream)
+    LayerView([counter]).gpu_wait(0, stream)
     assert stream == [0]
     with pytest.raises(UsageError, match="never return"):
-        LayerDoneCounter(1, expedite=lambda: False).gpu_wait(0, stream)
+        LayerView([LayerDoneCounter(1, expedite=lambda: False)]).gpu_wait(0, stream)
 
 
 async def test_is_done_from_another_thread() -> None:
@@ -380,20 +385,22 @@ async def test_a_view_of_nothing_is_shared_and_costs_nothing() -> None:
 async def test_a_transfer_that_was_not_submitted_never_counts_as_ordered() -> None:
     """The worker has no record of the transfer or of its outcome."""
     counter = LayerDoneCounter(1, expedite=lambda: True)
-    for gpu_wait in (lambda: counter.gpu_wait(0, []), lambda: counter.gpu_wait_all([])):
+    view = LayerView([counter])
+    for gpu_wait in (lambda: view.gpu_wait(0, []), lambda: view.gpu_wait_all([])):
         with pytest.raises(TransferError, match="was not submitted"):
             gpu_wait()
 
 
 async def test_threads_wait_for_a_layer_all_layers_and_the_end() -> None:
     counter = LayerDoneCounter(2)
-    first, first_end = await in_thread(counter.host_wait, 0)
-    last, last_end = await in_thread(counter.host_wait_all)
-    rest, rest_end = await in_thread(counter.rest)
+    view = LayerView([counter])
+    first, first_end = await in_thread(view.host_wait, 0)
+    last, last_end = await in_thread(view.host_wait_all)
+    rest, rest_end = await in_thread(counter.rest, Deadline(None))
     counter.mark_layer_done(0)
     first.join()
     assert first_end == [None]
-    counter.host_wait(0)  # it has arrived: no wait, also on the loop's thread
+    view.host_wait(0)  # it has arrived: no wait, also on the loop's thread
     counter.mark_layer_done(1)
     last.join()
     rest.join()
@@ -405,7 +412,7 @@ async def test_a_thread_gets_the_failure_when_no_byte_moves_any_more() -> None:
     counter.attach(copy)
     counter.mark_layer_done(0)
     copy.failure = CopyError(1, "broken")
-    waiting, end = await in_thread(counter.host_wait, 0)
+    waiting, end = await in_thread(LayerView([counter]).host_wait, 0)
     counter.mark_layer_done(1)
     waiting.join()
     assert isinstance(end[0], TransferError)
@@ -413,9 +420,9 @@ async def test_a_thread_gets_the_failure_when_no_byte_moves_any_more() -> None:
 
 async def test_a_thread_that_waits_for_the_end_waits_behind_a_slow_rank() -> None:
     counter = LayerDoneCounter(1)
-    waiting, end = await in_thread(counter.rest)
+    waiting, end = await in_thread(counter.rest, Deadline(None))
     counter.give_up(CopyError(0, "rank 1 is slow"))
-    thread, failed = await in_thread(counter.host_wait, 0)
+    thread, failed = await in_thread(LayerView([counter]).host_wait, 0)
     thread.join()
     assert isinstance(failed[0], TransferError)
     assert end == []
@@ -426,9 +433,14 @@ async def test_a_thread_that_waits_for_the_end_waits_behind_a_slow_rank() -> Non
 
 async def test_an_abandoned_counter_releases_all_threads() -> None:
     counter = LayerDoneCounter(1)
+    view = LayerView([counter])
     threads = [
         await in_thread(call)
-        for call in (counter.rest, counter.host_wait_all, lambda: counter.gpu_wait(0, []))
+        for call in (
+            lambda: counter.rest(Deadline(None)),
+            view.host_wait_all,
+            lambda: view.gpu_wait(0, []),
+        )
     ]
     counter.abandon(CopyError(0, "the loop has ended"))
     for thread, end in threads:
@@ -442,15 +454,9 @@ async def test_waits_for_a_layer_that_does_not_exist_are_refused(layer: int) -> 
     """A negative number is no layer from the end: a runner would read blocks too early."""
     counter = LayerDoneCounter(2)
     view = LayerView([counter])
-    for wait in (counter.wait, view.wait):
-        with pytest.raises(UsageError, match=f"layer is {layer}"):
-            await wait(layer, 0)
-    for call, *args in (
-        (counter.host_wait, layer, 0),
-        (view.host_wait, layer, 0),
-        (counter.gpu_wait, layer, [], 0),
-        (view.gpu_wait, layer, [], 0),
-    ):
+    with pytest.raises(UsageError, match=f"layer is {layer}"):
+        await view.wait(layer, 0)
+    for call, *args in ((view.host_wait, layer, 0), (view.gpu_wait, layer, [], 0)):
         thread, end = await in_thread(call, *args)
         thread.join()
         assert isinstance(end[0], UsageError)
@@ -459,12 +465,13 @@ async def test_waits_for_a_layer_that_does_not_exist_are_refused(layer: int) -> 
 
 async def test_threads_stop_waiting_at_the_deadline() -> None:
     counter = LayerDoneCounter(2, transfer_id=7)
+    view = LayerView([counter])
     for call, message in (
-        (lambda: counter.host_wait(1, 0), "onload 7: layer 1 did not arrive within 0"),
-        (lambda: counter.host_wait_all(0), "onload 7: the last layer did not arrive"),
-        (lambda: counter.gpu_wait(0, [], 0), "onload 7: the transfer was not submitted"),
-        (lambda: counter.gpu_wait_all([], 0), "onload 7: the transfer was not submitted"),
-        (lambda: counter.host_wait(0, "soon"), "timeout"),
+        (lambda: view.host_wait(1, 0), "onload 7: layer 1 did not arrive within 0"),
+        (lambda: view.host_wait_all(0), "onload 7: the last layer did not arrive"),
+        (lambda: view.gpu_wait(0, [], 0), "onload 7: the transfer was not submitted"),
+        (lambda: view.gpu_wait_all([], 0), "onload 7: the transfer was not submitted"),
+        (lambda: view.host_wait(0, "soon"), "timeout"),
     ):
         thread, end = await in_thread(call)
         thread.join()
@@ -473,17 +480,18 @@ async def test_threads_stop_waiting_at_the_deadline() -> None:
         assert message in str(end[0])
     counter.attach(Copy(2))
     with pytest.raises(TransferTimeout, match="layer 1 was not submitted"):
-        counter.gpu_wait(1, [], 0)
+        view.gpu_wait(1, [], 0)
     with pytest.raises(TransferTimeout):
-        await counter.wait(1, 0)
+        await view.wait(1, 0)
 
 
 async def test_a_host_wait_on_the_thread_of_the_loop_is_refused() -> None:
     counter = LayerDoneCounter(1)
+    view = LayerView([counter])
     with pytest.raises(UsageError, match=r"host_wait on the loop's thread.*await wait"):
-        counter.host_wait(0)
+        view.host_wait(0)
     with pytest.raises(UsageError, match="layer is 1"):
-        counter.host_wait(1)
+        view.host_wait(1)
 
 
 async def test_a_view_waits_in_a_thread_for_every_transfer() -> None:

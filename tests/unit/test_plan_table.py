@@ -16,6 +16,7 @@ from aiokv.worker.device.base import CopyError
 from aiokv.worker.lanes import RouteCounts, RouteTable
 from aiokv.worker.plan_table import CANCELLED, Executor, PlanEntry, PlanTable
 from aiokv.worker.poller import EventPoller
+from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
     from aiokv.base.plan import Route
@@ -259,7 +260,7 @@ async def test_waiters_of_a_cancelled_plan_get_their_error_and_no_report_follows
     assert walk.table.cancel(1) == "too late"
     assert counter.failure == CANCELLED
     with pytest.raises(TransferError, match="cancelled before it was submitted"):
-        await counter.wait_all()
+        await LayerView([counter]).wait_all()
     await walk.table.drain()
     assert walk.seen == []
     walk.poller.close()
@@ -293,7 +294,7 @@ async def test_refused_plan_is_reported_as_failed_in_a_later_callback() -> None:
     await walk.table.drain()
     assert walk.seen == [(7, "failed")]
     with pytest.raises(TransferError):
-        await counter.wait_all()
+        await LayerView([counter]).wait_all()
     walk.poller.close()
 
 
