@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from aiokv.trace.report import CapacityPoint, ReplayReport
 
-DEFAULT_BLOCK_KIB = 2048
+DEFAULT_BLOCK_BYTES = 2 << 20  # of 16 tokens of an 8B model
 PLOT_SUFFIXES = (".svg", ".png")
 
 
@@ -59,14 +59,10 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "that determines the bytes per block",
     )
     size.add_argument(
-        "--bytes-per-token", type=size_bytes, metavar="SIZE", help="KV bytes per token of a rank"
-    )
-    add_count(
-        size,
-        "--block-kib",
-        DEFAULT_BLOCK_KIB,
-        "KiB per block, without a model; the default is that of 16 tokens of an 8B model",
-        "KIB",
+        "--bytes-per-token",
+        type=size_bytes,
+        metavar="SIZE",
+        help="KV bytes per token of a rank (default: 2 MiB per block)",
     )
     group.add_argument(
         "--kv-dtype",
@@ -112,7 +108,7 @@ def block_bytes(args: argparse.Namespace) -> int:
     if args.bytes_per_token is not None:
         per_token: int = args.bytes_per_token
         return per_token * int(args.block_tokens)
-    return int(args.block_kib) << 10
+    return DEFAULT_BLOCK_BYTES
 
 
 def sweep_of(args: argparse.Namespace) -> Sweep | None:

@@ -576,7 +576,7 @@ def test_command_hints_when_nothing_fits(capsys):
         ["--capacities", "0"],
         ["--capacities", "4 parsecs"],
         ["--host-capacities", "-1"],
-        ["--block-kib", "64", "--bytes-per-token", "4KiB"],
+        ["--model", "config.json", "--bytes-per-token", "4KiB"],
     ],
 )
 def test_command_refuses_bad_values(flags, capsys):

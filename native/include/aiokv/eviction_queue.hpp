@@ -52,23 +52,18 @@ class EvictionQueue {
     void push_back(Id node) {  // used now
         const std::uint64_t kind = (now_ << kClassBits | nodes_[node].reuse_class) & kinds_;
         if (cohorts_[newest_].kind != kind) open_cohort(kind);
-        Cohort& cohort = cohorts_[newest_];
-        auto& n = nodes_[node];
-        n.next = kEnd | newest_;
-        if (cohort.tail == kNil) {
-            n.prev = kEnd | newest_;
-            cohort.head = node;
-        } else {
-            n.prev = cohort.tail;
-            nodes_[cohort.tail].next = node;
-        }
-        cohort.tail = node;
-        ++size_;
+        const Id end = kEnd | newest_;
+        const Id tail = cohorts_[newest_].tail;
+        link(node, tail == kNil ? end : tail, end);
     }
-    void push_front(Id node);
-    // Inserts a node right before, or right after, a node of the queue, in the same cohort.
-    void insert_before(Id node, Id next);
-    void insert_after(Id node, Id previous);
+    void push_front(Id node) {
+        const Id end = kEnd | kFront;
+        const Id head = cohorts_[kFront].head;
+        link(node, end, head == kNil ? end : head);
+    }
+    // Insert a node right before, or right after, a node of the queue, in the same cohort.
+    void insert_before(Id node, Id next) { link(node, nodes_[next].prev, next); }
+    void insert_after(Id node, Id previous) { link(node, previous, nodes_[previous].next); }
     void remove(Id node);
     void clear();  // removes all nodes, without access to them
 
@@ -129,6 +124,14 @@ class EvictionQueue {
         return next != kFront && cohorts_[next].cell == cohorts_[id].cell ? next : kFront;
     }
     bool is_by_score() const { return order_ != EvictionRank::kRecency; }
+    // Links a node between two neighbours, of which each is a node or the end of its cohort.
+    void link(Id node, Id prev, Id next) {
+        nodes_[node].prev = prev;
+        nodes_[node].next = next;
+        ((prev & kEnd) != 0 ? cohorts_[prev & ~kEnd].head : nodes_[prev].next) = node;
+        ((next & kEnd) != 0 ? cohorts_[next & ~kEnd].tail : nodes_[next].prev) = node;
+        ++size_;
+    }
     void open_cohort(std::uint64_t kind);
     void file(CohortId id, std::uint32_t bucket);
     void file_all_again();

@@ -27,42 +27,6 @@ EvictionQueue<Nodes>::EvictionQueue(Nodes& nodes, const ReuseModel* model)
 // -- nodes -----------------------------------------------------------------------------------
 
 template <class Nodes>
-void EvictionQueue<Nodes>::push_front(Id node) {
-    Cohort& cohort = cohorts_[kFront];
-    auto& n = nodes_[node];
-    n.prev = kEnd | kFront;
-    if (cohort.head == kNil) {
-        n.next = kEnd | kFront;
-        cohort.tail = node;
-    } else {
-        n.next = cohort.head;
-        nodes_[cohort.head].prev = node;
-    }
-    cohort.head = node;
-    ++size_;
-}
-
-template <class Nodes>
-void EvictionQueue<Nodes>::insert_before(Id node, Id next) {
-    const Id previous = nodes_[next].prev;
-    nodes_[node].prev = previous;
-    nodes_[node].next = next;
-    nodes_[next].prev = node;
-    ((previous & kEnd) != 0 ? cohorts_[previous & ~kEnd].head : nodes_[previous].next) = node;
-    ++size_;
-}
-
-template <class Nodes>
-void EvictionQueue<Nodes>::insert_after(Id node, Id previous) {
-    const Id next = nodes_[previous].next;
-    nodes_[node].prev = previous;
-    nodes_[node].next = next;
-    nodes_[previous].next = node;
-    ((next & kEnd) != 0 ? cohorts_[next & ~kEnd].tail : nodes_[next].prev) = node;
-    ++size_;
-}
-
-template <class Nodes>
 void EvictionQueue<Nodes>::remove(Id node) {
     auto& n = nodes_[node];
     const bool first = (n.prev & kEnd) != 0;
