@@ -9,6 +9,7 @@ Batches that wait for onloads of their leases are not measured: their time is th
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,24 +18,19 @@ if TYPE_CHECKING:
     from aiokv.engine.speed import PrefillSpeed
 
 
+@dataclass(slots=True, eq=False)
 class ComputeTimes:
     """Measures the times of batches or steps, for a :class:`PrefillSpeed`.
 
-    Args:
+    Attributes:
         speed: receives the measurements.
         committed: returns the number of prompt tokens that were committed so far.
         clock: returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        speed: PrefillSpeed,
-        committed: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._speed = speed
-        self._committed = committed
-        self._clock = clock
+    speed: PrefillSpeed
+    committed: Callable[[], int]
+    clock: Callable[[], float] = time.monotonic
 
     def batch_begins(self, batch_id: int, *, waits: bool) -> None:
         """Note that a batch begins; ``waits`` if a lease of it has onloads in flight."""
@@ -49,6 +45,7 @@ class ComputeTimes:
         """Note that a step and all earlier steps have finished."""
 
 
+@dataclass(slots=True, eq=False)
 class BatchTimes(ComputeTimes):
     """Times of batches, on a device whose work has ended when its batch has ended.
 
@@ -56,25 +53,18 @@ class BatchTimes(ComputeTimes):
     takes the time until the second one begins, without the time in which no batch was in flight.
     """
 
-    def __init__(
-        self,
-        speed: PrefillSpeed,
-        committed: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(speed, committed, clock)
-        self._running: set[int] = set()
-        self._began = 0.0  # time at which the newest batch began
-        self._ended = 0.0  # time at which the last batch in flight ended
-        self._tokens = 0  # committed tokens when the newest batch began
-        self._is_measured = False
+    _running: set[int] = field(default_factory=set, init=False)
+    _began: float = field(default=0.0, init=False)  # time at which the newest batch began
+    _ended: float = field(default=0.0, init=False)  # time at which the last batch in flight ended
+    _tokens: int = field(default=0, init=False)  # committed tokens when the newest batch began
+    _is_measured: bool = field(default=False, init=False)
 
     def batch_begins(self, batch_id: int, *, waits: bool) -> None:
         """See :class:`ComputeTimes`."""
-        now, tokens = self._clock(), self._committed()
+        now, tokens = self.clock(), self.committed()
         if self._is_measured:
             end = now if self._running else self._ended
-            self._speed.note(tokens - self._tokens, end - self._began)
+            self.speed.note(tokens - self._tokens, end - self._began)
         self._is_measured = not waits
         self._began, self._tokens = now, tokens
         self._running.add(batch_id)
@@ -84,9 +74,10 @@ class BatchTimes(ComputeTimes):
         if batch_id in self._running:
             self._running.remove(batch_id)
             if not self._running:
-                self._ended = self._clock()
+                self._ended = self.clock()
 
 
+@dataclass(slots=True, eq=False)
 class StepTimes(ComputeTimes):
     """Times of steps, on a device that computes in a stream, and with ranks.
 
@@ -95,37 +86,32 @@ class StepTimes(ComputeTimes):
     step is done.
     """
 
-    def __init__(
-        self,
-        speed: PrefillSpeed,
-        committed: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(speed, committed, clock)
-        self._tokens = 0  # committed tokens when the open step began
-        self._began: float | None = None  # time at which the first batch of the open step began
-        self._waits = False  # whether a batch of the open step waits for onloads
-        self._closed: dict[int, tuple[int, float]] = {}  # by step: its tokens and its begin
-        self._finished = 0.0
+    _tokens: int = field(default=0, init=False)  # committed tokens when the open step began
+    # Time at which the first batch of the open step began, and if one waits for onloads.
+    _began: float | None = field(default=None, init=False)
+    _waits: bool = field(default=False, init=False)
+    # By step: its tokens and its begin.
+    _closed: dict[int, tuple[int, float]] = field(default_factory=dict, init=False)
+    _finished: float = field(default=0.0, init=False)
 
     def batch_begins(self, batch_id: int, *, waits: bool) -> None:
         """See :class:`ComputeTimes`."""
         if self._began is None:
-            self._began = self._clock()
+            self._began = self.clock()
         self._waits |= waits
 
     def step_closes(self, step: int) -> None:
         """See :class:`ComputeTimes`."""
-        tokens = self._committed()
+        tokens = self.committed()
         if self._began is not None and not self._waits and tokens > self._tokens:
             self._closed[step] = (tokens - self._tokens, self._began)
         self._tokens, self._began, self._waits = tokens, None, False
 
     def step_finished(self, step: int) -> None:
         """See :class:`ComputeTimes`."""
-        now = self._clock()
+        now = self.clock()
         ended = [self._closed.pop(number) for number in list(self._closed) if number <= step]
         if ended:
             tokens = sum(tokens for tokens, _ in ended)
-            self._speed.note(tokens, now - max(ended[0][1], self._finished))
+            self.speed.note(tokens, now - max(ended[0][1], self._finished))
         self._finished = now
