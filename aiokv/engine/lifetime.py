@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from enum import Enum
-from threading import get_ident
 from typing import TYPE_CHECKING, Final, Literal
 
 from aiokv.errors import BrokenEngineError, ClosedError, UsageError
@@ -13,7 +12,6 @@ from aiokv.scheduler.guarded import broken
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_NO_THREAD: Final = -1
 _running_loop = asyncio._get_running_loop
 
 
@@ -52,7 +50,6 @@ class Lifetime:
         "_loop",
         "_loop_runs",
         "_serves",
-        "_thread",
         "failure",
         "is_running",
         "is_unknown",
@@ -68,7 +65,6 @@ class Lifetime:
         self.is_usable = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_runs: Callable[[], bool] = lambda: False
-        self._thread = 0  # id of the loop's thread, while the engine is open or closing
         self._serves = False  # True while open and not broken
 
     @property
@@ -113,7 +109,6 @@ class Lifetime:
 
     def open(self) -> None:
         """Accept calls."""
-        self._thread = get_ident()
         self.is_running = self.is_usable = True
         self.phase = Phase.OPEN
         self._serves = True
@@ -123,7 +118,6 @@ class Lifetime:
         self.phase = phase
         self._serves = False
         if phase is not Phase.CLOSING:
-            self._thread = 0
             self.is_running = self.is_usable = False
 
     def fail(self, error: BaseException) -> None:
@@ -134,7 +128,6 @@ class Lifetime:
     def give_up(self, error: BaseException) -> None:
         """Refuse all calls: ``error`` has left the state of the engine unknown."""
         self.is_usable = False
-        self._thread = _NO_THREAD
         self.is_unknown = True
         self.fail(error)
 
@@ -151,7 +144,7 @@ class Lifetime:
             BrokenEngineError: the device failed, or a rank was lost.
             UsageError: the call is made outside the engine's loop.
         """
-        if self._serves and get_ident() == self._thread and self._loop_runs():
+        if self._serves and _running_loop() is self._loop:
             return
         self.check_loop()
         if self.is_closing:
@@ -169,13 +162,10 @@ class Lifetime:
             BrokenEngineError: a failure has left the state of the engine unknown.
             UsageError: the call is made outside the engine's loop.
         """
-        # Python 3.11 asks the kernel for the process id before it returns the running loop.
-        if self.is_usable and get_ident() == self._thread and self._loop_runs():
+        if self.is_usable and _running_loop() is self._loop:
             return
         self.check_running()
-        if not self.is_usable:
-            raise self.new_error()
-        self._thread = get_ident()  # the loop was stopped, and now runs in this thread
+        raise self.new_error()
 
     def new_error(self) -> BrokenEngineError:
         """Return the error of calls after ``give_up``."""
@@ -203,14 +193,14 @@ class Lifetime:
         """Check the thread of a call that reads state of the loop; the engine need not be open.
 
         Raises:
-            UsageError: the calling thread is not the thread of the loop.
+            UsageError: the loop runs in another thread.
             BrokenEngineError: a failure has left the state of the engine unknown.
         """
-        if self._thread in (0, get_ident()):
+        if not self.is_running:
             return
         if self.is_unknown:
             raise self.new_error()
-        if _running_loop() is not self._loop:
+        if _running_loop() is not self._loop and self._loop_runs():
             raise UsageError(
                 "the engine was called in a thread other than the thread of its event loop",
                 hint="read the values on the loop and pass them on; any thread may use block_table "

@@ -447,6 +447,37 @@ async def test_other_threads_are_refused_except_by_documented_methods(cls):
         lease.release()
 
 
+async def test_thread_that_ran_the_loop_is_refused_while_another_one_runs_it():
+    assert outcome_in_thread(call_after_the_loop_has_moved) is None
+
+
+def call_after_the_loop_has_moved() -> None:
+    loop, engine, runs = asyncio.new_event_loop(), new_engine(), threading.Event()
+    lease = loop.run_until_complete(enter_and_grant(engine))
+    assert lease.num_tokens == 12  # the loop does not run
+    loop.call_soon(runs.set)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    assert runs.wait(PATIENCE_SECONDS)
+    for call in (lambda: engine.match(TOKENS), lease.release, engine.inspect.dump):
+        with pytest.raises(UsageError, match="loop"):
+            call()
+    asyncio.run_coroutine_threadsafe(leave(engine, lease), loop).result(PATIENCE_SECONDS)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def enter_and_grant(engine: CacheEngine) -> Lease:
+    await engine.__aenter__()
+    return await granted(engine)
+
+
+async def leave(engine: CacheEngine, lease: Lease) -> None:
+    lease.release()
+    await engine.__aexit__(None, None, None)
+
+
 async def test_context_managers_of_other_threads_are_refused():
     engine = new_engine()
     async with engine:
