@@ -374,6 +374,10 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "connectors/vllm/test_retired.py",
         "connectors/vllm/test_worker.py",
         "connectors/vllm/test_serving.py",
+        "connectors/vllm/test_loads.py",
+        "connectors/vllm/test_failures.py",
+        "connectors/vllm/test_resets.py",
+        "connectors/vllm/test_settings.py",
         "connectors/vllm/test_random_serving.py",
     ),
     "aiokv/connectors/fastdeploy": (

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 if importlib.util.find_spec("vllm") is None:
-    names = ("compat", "prefills", "random_serving", "registration", "serving", "tensors")
+    served = ("failures", "loads", "random_serving", "resets", "serving", "settings")
+    names = (*served, "compat", "prefills", "registration", "tensors")
     collect_ignore_glob = [f"test_{name}.py" for name in names]
 else:
     with warnings.catch_warnings():  # of the libraries that vLLM imports
         warnings.simplefilter("ignore")
         import vllm.lora.request
         import vllm.v1.core.sched.async_scheduler  # noqa: F401
+    from tests.connectors.vllm.serving import make_server  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="session")

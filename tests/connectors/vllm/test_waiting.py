@@ -20,7 +20,7 @@ from aiokv.connectors.vllm.waiting import (
 )
 from aiokv.errors import BrokenEngineError
 from tests.connectors.vllm.model import generate
-from tests.connectors.vllm.test_serving import evicted_prompt, make_server, prompt
+from tests.connectors.vllm.serving import evicted_prompt, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tests.connectors.vllm.server import Server
-
-__all__ = ["make_server"]  # the fixture
 
 OVERTAKE_SECONDS = 5.0
 TOKENS = 100
