@@ -6,7 +6,8 @@ can be compared. A server that fails or takes too long is reported and the other
 
 vLLM runs as by default (asynchronous scheduling, chunked prefill of up to 8,192 tokens per step,
 blocks of 16 tokens, prefix cache on), except that torch.compile and FlashInfer are off and that
-only decode steps of up to 8 requests run as CUDA graphs, so that a process starts in half a minute.
+only decode steps run as CUDA graphs, of up to 8 requests, or of all for the loads of long answers,
+so that a process starts in half a minute.
 Its KV cache is made small on purpose; weights are random, of the shape of Llama 3 8B in bfloat16.
 """
 
@@ -203,7 +204,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
         output_tokens = max(output_tokens, *VARIED_ANSWER_TOKENS, *args.answer_tokens)
         if "agents" in args.loads:
             output_tokens = max(output_tokens, AGENT_OUTPUT_TOKENS)
-        graph_sizes += (16,)
+        graph_sizes += (16, 24, 32)
     host_gib = args.small_host_gib if kind == "small_host" else args.host_gib
     return Cell(
         server=server,
