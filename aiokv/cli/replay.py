@@ -54,6 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_cache(parser.add_argument_group("cache"))
     add_arguments(parser.add_argument_group("sizes to compare"))
     _add_disk(parser.add_argument_group("simulated disk"))
+    _add_load(parser.add_argument_group("load"))
     _add_fleet(parser.add_argument_group("several engines"))
     _add_users(parser.add_argument_group("users in simulated time"))
     output = parser.add_argument_group("output")
@@ -85,7 +86,6 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
     add_choice(
         group, "--eviction-policy", (*EVICTION_POLICIES, "all"), text, DEFAULT_EVICTION_POLICY
     )
-    add_count(group, "--concurrency", 1, "leases held at once")
 
 
 def _add_disk(group: argparse._ArgumentGroup) -> None:
@@ -98,6 +98,18 @@ def _add_disk(group: argparse._ArgumentGroup) -> None:
     )
     text = "when to save blocks on the disk: write_through or nth_use:N, such as nth_use:2"
     add_option(group, "--disk-policy", _disk_policy, "write_through", text, "POLICY")
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    add_count(group, "--concurrency", 1, "leases held at once")
+    text = "max: as fast as possible; X: X times as fast as the timestamps"
+    add_option(group, "--speed", _speed, "max", text, "max|X")
+    text = "with --speed X: milliseconds that a request holds its blocks per output token"
+    add_option(group, "--token-ms", positive_float, 20.0, text, "MS")
+    group.add_argument(
+        "--execute", action="store_true", help="move real bytes on the cpu device, and check them"
+    )
+    add_count(group, "--execute-mib", 256, "with --execute: MiB of both tiers together", "MIB")
 
 
 def _add_fleet(group: argparse._ArgumentGroup) -> None:
@@ -315,6 +327,8 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
         ReplayOptions,
         args,
         block_bytes=block_bytes(args),
+        token_seconds=args.token_ms / 1e3,
+        execute_bytes=args.execute_mib << 20,
         disk=_disk_options(args),
         latencies=bool(args.verbose or args.json or args.timeline),
         **chosen,
@@ -343,3 +357,7 @@ def _disk_policy(text: str) -> str:
         return str(SavePolicy.parse("the policy", text, DISK_POLICIES))
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _speed(text: str) -> float | None:
+    return None if text == "max" else positive_float(text)

@@ -56,6 +56,8 @@ def rows(report: ReplayReport, *, verbose: bool) -> list[tuple[str, str]]:
         share = tokens / report.prompt_tokens
         found.append((f"hit tokens, {tier}", f"{tokens:,} ({share:.2%})"))
     found.append(("evicted device blocks", f"{report.evicted_blocks:,}"))
+    if report.failed_onloads:
+        found.append(("failed onloads", f"{report.failed_onloads:,}"))
     found += _traffic_rows(report)
     for eviction in report.eviction_policies or ():
         text = (
@@ -64,6 +66,9 @@ def rows(report: ReplayReport, *, verbose: bool) -> list[tuple[str, str]]:
         )
         found.append((eviction.eviction_policy, text))
     found += sweep_rows(report.capacities or ())
+    if report.execute:
+        found.append(("blocks written", f"{report.execute.written_blocks:,}"))
+        found.append(("cached blocks verified", f"{report.execute.verified_blocks:,}"))
     return found + (_own_rows(report) if verbose else [])
 
 

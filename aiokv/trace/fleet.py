@@ -48,8 +48,9 @@ async def replay_fleet(
     """
     if not options.is_plain:
         raise UsageError(
-            "several engines are replayed with one lease at a time, without host tier",
-            hint="leave out --host-blocks and --concurrency",
+            "several engines are replayed with one lease at a time, without host tier, speed and "
+            "execute",
+            hint="leave out --host-blocks, --concurrency, --speed and --execute",
         )
     fitting = workload.fitting(options.device_blocks * options.block_tokens)
     points = []

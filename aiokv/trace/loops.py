@@ -1,4 +1,4 @@
-"""Loops that replay a trace on an engine: plain, timed, windowed, and by user."""
+"""Loops that replay a trace on an engine: plain, timed, windowed, and by timestamps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from aiokv.errors import AiokvError, TransferError
 from aiokv.trace.format import expand_tokens
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from aiokv import CacheEngine, Lease
     from aiokv.trace.disk_tier import DiskTier
     from aiokv.trace.format import TraceRequest
+    from aiokv.trace.payload import Payload
     from aiokv.trace.server_model import ServerModel
 
     Prompt = NDArray[np.int32]
@@ -58,6 +60,17 @@ class LoopClock:
             self.cpu_seconds -= time.thread_time() - cpu
 
 
+@contextmanager
+def _first_of_a_group(kind: type[Exception]) -> Iterator[None]:
+    """Raise the first exception of a group whose exceptions are all of the class ``kind``."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        if group.split(kind)[1] is None:
+            raise group.exceptions[0] from None
+        raise
+
+
 class Samples:
     """Wall-clock nanoseconds per call, by operation."""
 
@@ -67,6 +80,7 @@ class Samples:
         self.onload: list[int] = []
         self.commit: list[int] = []
         self.release: list[int] = []
+        self.admission: list[int] = []
 
     def by_operation(self) -> dict[str, list[int]]:
         return vars(self)
@@ -139,26 +153,34 @@ class Replayer:
 
     Args:
         engine: the engine.
+        block_tokens: tokens per block.
+        payload: bytes to write and to verify; None for none.
         disk: simulated disk tier; None for none.
         model: simulated times between grant and commit; None for none.
 
     Attributes:
-        clock: time of the replay; its CPU time excludes expansion and disk tier.
+        clock: time of the replay; its CPU time excludes expansion, payload and disk tier.
         samples: times of the calls.
+        failed_onloads: number of leases whose onload failed and that computed the blocks again.
     """
 
     def __init__(
         self,
         engine: CacheEngine,
         *,
+        block_tokens: int,
+        payload: Payload | None = None,
         disk: DiskTier | None = None,
         model: ServerModel | None = None,
     ) -> None:
         self._model = model
         self._engine = engine
+        self._block_tokens = block_tokens
+        self._payload = payload
         self._disk = disk
         self.clock = LoopClock()
         self.samples = Samples()
+        self.failed_onloads = 0
 
     async def window(self, requests: Sequence[TraceRequest], live: int, progress: Progress) -> None:
         """Hold up to ``live`` leases; release the oldest for a new one, or when blocks run out."""
@@ -180,6 +202,35 @@ class Replayer:
                     self._release(*leases.popleft())
             await self._engine.drain()
 
+    async def by_timestamps(
+        self,
+        requests: Sequence[TraceRequest],
+        arrival_seconds: Sequence[float],
+        hold_seconds: Sequence[float],
+        live: int,
+        progress: Progress,
+    ) -> None:
+        """Admit each request at its arrival, at most ``live`` at a time, and hold its lease.
+
+        Args:
+            requests: requests in order of arrival.
+            arrival_seconds: arrival of each request after the start, in ascending order.
+            hold_seconds: time between the commit and the release of each request.
+            live: number of leases held at once; other requests wait in order of arrival.
+            progress: called with 1 when a request ends.
+        """
+        slots = asyncio.Semaphore(live)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        arrivals = zip(requests, arrival_seconds, hold_seconds, strict=True)
+        with self.clock.running(), _first_of_a_group(AiokvError):
+            async with asyncio.TaskGroup() as tasks:
+                for request, arrival, hold in arrivals:
+                    if (delay := start + arrival - loop.time()) > 0:
+                        await asyncio.sleep(delay)
+                    tasks.create_task(self._serve(request, hold, slots, progress))
+            await self._engine.drain()
+
     async def user(
         self, sessions: Iterator[Iterable[tuple[TraceRequest, float]]], delay: float
     ) -> None:
@@ -196,6 +247,23 @@ class Replayer:
                 await asyncio.sleep(pause)
                 lease = await self._admit(self._expand(request), request=request)
                 self._release(lease, request.returns)
+
+    async def _serve(
+        self,
+        request: TraceRequest,
+        hold_seconds: float,
+        slots: asyncio.Semaphore,
+        progress: Progress,
+    ) -> None:
+        arrived = time.perf_counter_ns()
+        async with slots:  # waiting requests hold no prompts
+            lease = await self._admit(self._expand(request))
+            try:
+                self.samples.admission.append(time.perf_counter_ns() - arrived)
+                await asyncio.sleep(hold_seconds)
+            finally:
+                self._release(lease, request.returns)
+        progress(1)
 
     def _expand(self, request: TraceRequest) -> Prompt:
         with self.clock.paused():
@@ -222,13 +290,11 @@ class Replayer:
             if model is not None:
                 model.granted(lease, n)
             if not lease.layers.is_done:
-                await lease.layers.wait_all()
+                await self._wait_onload(lease)
                 self.samples.onload.append(now() - allocated)
             if model is not None and request is not None:
                 await model.serve(lease, request)
-            if self._disk is not None:
-                with self.clock.paused():
-                    self._disk.serve(tokens, lease.cached_tokens)
+            self._compute(lease, tokens)
             computed = now()
             lease.commit(n)
             self.samples.commit.append(now() - computed)
@@ -246,6 +312,21 @@ class Replayer:
                 return
             self._release(*older.popleft())
         await lease.allocate(n)
+
+    async def _wait_onload(self, lease: Lease) -> None:
+        try:
+            await lease.layers.wait_all()
+        except TransferError:
+            lease.recompute_from()
+            self.failed_onloads += 1
+
+    def _compute(self, lease: Lease, tokens: Prompt) -> None:
+        with self.clock.paused():
+            if self._disk is not None:
+                self._disk.serve(tokens, lease.cached_tokens)
+            if self._payload is not None:
+                self._payload.verify_cached(lease, tokens, self._block_tokens)
+                self._payload.write_computed(lease, tokens, self._block_tokens)
 
     def _release(self, lease: Lease, label: str) -> None:
         started = time.perf_counter_ns()

@@ -22,10 +22,12 @@ from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, read_trace
 from aiokv.trace.knee import knee_of
 from aiokv.trace.loops import Replayer, Samples, plain_loop, run_in_chunks, timed_loop
 from aiokv.trace.min_oracle import min_hit_tokens
+from aiokv.trace.payload import Payload
 from aiokv.trace.report import (
     CapacityPoint,
     DiskReport,
     EvictionPoint,
+    ExecuteReport,
     MemoryReport,
     PolicyPoint,
     ReplayReport,
@@ -59,9 +61,13 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
         host_blocks: capacity of the host tier in blocks; 0 for no host tier.
         write_policy: policy that decides when blocks are copied to host memory.
         eviction_policy: policy that decides which blocks are evicted first.
-        block_bytes: nominal bytes per block, for the reported traffic.
-        concurrency: number of leases held at once. A lease is held until ``concurrency`` later
-            leases have come.
+        block_bytes: nominal bytes per block, for the reported traffic; ignored with ``execute``.
+        concurrency: number of leases held at once. At full speed, a lease is held until
+            ``concurrency`` later leases have come; by timestamps, until its answer is decoded.
+        speed: replay speed relative to the timestamps; None for as fast as possible.
+        token_seconds: decode time per output token in trace time, when ``speed`` is set.
+        execute: move real bytes on the cpu device and check them.
+        execute_bytes: memory of both tiers together in bytes, with ``execute``.
         disk: simulated disk tier below the host tier; None for none.
         latencies: time each operation in a second pass over the trace. Replays that are not plain
             always time the operations, in their only pass.
@@ -74,6 +80,10 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     block_bytes: int = 2 << 20  # 16 tokens of an 8B model: 32 layers, 8 KV heads of 128, 2 bytes
     concurrency: int = 1
+    speed: float | None = None
+    token_seconds: float = 0.02
+    execute: bool = False
+    execute_bytes: int = 256 << 20
     disk: DiskOptions | None = None
     latencies: bool = True
 
@@ -91,8 +101,13 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """True for a replay with one lease at a time and one tier."""
-        return self.concurrency == 1 and self.host_blocks == 0
+        """True for a replay with one lease at a time, one tier and no bytes."""
+        return (
+            self.concurrency == 1
+            and self.host_blocks == 0
+            and self.speed is None
+            and not self.execute
+        )
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +188,7 @@ async def replay(
             that the CPU time of the index does not include it.
 
     Raises:
+        InternalError: with ``execute``, a cached block held the wrong bytes.
         UsageError: no request fits the device, or the disk tier cannot be simulated.
     """
     _check_disk(options)
@@ -203,6 +219,12 @@ def _check_disk(options: ReplayOptions) -> None:
             "the simulated disk saves blocks when they are committed, which needs 'write_through'",
             hint="use --write-policy write_through",
         )
+    if options.execute:
+        raise UsageError(
+            f"disk_blocks is {options.disk.blocks} with execute; the disk tier is simulated, and "
+            "moves no bytes",
+            hint="leave out --execute or --disk-blocks",
+        )
 
 
 class _Run(msgspec.Struct, kw_only=True):
@@ -213,6 +235,8 @@ class _Run(msgspec.Struct, kw_only=True):
     statistics: Statistics
     rss_bytes: int
     samples: Samples
+    failed_onloads: int = 0
+    payload: Payload | None = None
     disk: DiskTier | None = None
 
 
@@ -245,18 +269,32 @@ async def _replay_plain(
 async def _replay_general(
     workload: Workload, options: ReplayOptions, stages: Stages, observe: Observe
 ) -> _Run:
+    payload = _make_payload(options)
+    regions = payload.regions if payload else None
     disk = DiskTier(options.disk, block_tokens=options.block_tokens) if options.disk else None
-    progress = stages(_stage("replay", options), len(workload.requests))
-    async with CacheEngine(options.cache_config) as engine:
-        replayer = Replayer(engine, disk=disk)
+    requests, speed = workload.requests, options.speed
+    progress = stages(_stage("replay", options), len(requests))
+    async with CacheEngine(options.cache_config, regions=regions) as engine:
+        replayer = Replayer(engine, block_tokens=options.block_tokens, payload=payload, disk=disk)
         with observe(engine):
-            await replayer.window(workload.requests, options.concurrency, progress)
+            if speed is None:
+                await replayer.window(requests, options.concurrency, progress)
+            else:
+                await replayer.by_timestamps(
+                    requests,
+                    [workload.arrival_seconds(request) / speed for request in requests],
+                    [r.output_tokens * options.token_seconds / speed for r in requests],
+                    options.concurrency,
+                    progress,
+                )
         return _Run(
             cpu_seconds=replayer.clock.cpu_seconds,
             wall_seconds=replayer.clock.wall_seconds,
             statistics=engine.statistics(),
             rss_bytes=resident_bytes(),
             samples=replayer.samples,
+            failed_onloads=replayer.failed_onloads,
+            payload=payload,
             disk=disk,
         )
 
@@ -383,8 +421,10 @@ async def compare_policies(
             hit_tokens=report.hit_tokens,
             hit_rate=report.hit_rate,
             evicted_blocks=report.evicted_blocks,
+            failed_onloads=report.failed_onloads,
             requests_per_second=report.requests_per_second,
             traffic=report.traffic,
+            execute=report.execute,
         )
         for policy, report in reports.items()
     ]
@@ -437,6 +477,16 @@ def _stage(name: str, options: ReplayOptions) -> str:
     return f"{name}, {options.device_blocks:,} blocks"
 
 
+def _make_payload(options: ReplayOptions) -> Payload | None:
+    if not options.execute:
+        return None
+    return Payload(
+        device_blocks=options.device_blocks,
+        host_blocks=options.host_blocks,
+        budget_bytes=options.execute_bytes,
+    )
+
+
 def _make_report(
     workload: Workload, options: ReplayOptions, run: _Run, rss_before: int, rejected: int
 ) -> ReplayReport:
@@ -451,6 +501,7 @@ def _make_report(
         hit_tokens=hit_tokens,
         hit_rate=hit_tokens["total"] / prompt_tokens,
         evicted_blocks=run.statistics.attention.device.evicted_blocks,
+        failed_onloads=run.failed_onloads,
         index_seconds=run.cpu_seconds,
         requests_per_second=requests / run.cpu_seconds,
         wall_seconds=run.wall_seconds,
@@ -458,6 +509,7 @@ def _make_report(
         memory=_memory(run, rss_before),
         traffic=_traffic(run, options),
         disk=_disk(run.disk, options),
+        execute=_execute(run.payload),
     )
 
 
@@ -485,7 +537,7 @@ def _memory(run: _Run, rss_before: int) -> MemoryReport:
 
 def _traffic(run: _Run, options: ReplayOptions) -> TrafficReport:
     statistics = run.statistics
-    block_bytes = options.block_bytes
+    block_bytes = run.payload.block_bytes if run.payload else options.block_bytes
     return TrafficReport(
         block_bytes=block_bytes,
         onloaded_blocks=statistics.attention.onloaded_blocks,
@@ -510,4 +562,14 @@ def _disk(disk: DiskTier | None, options: ReplayOptions) -> DiskReport | None:
         loaded_bytes=disk.loaded_blocks * options.block_bytes,
         saved_bytes=disk.saved_blocks * options.block_bytes,
         evicted_blocks=disk.evicted_blocks,
+    )
+
+
+def _execute(payload: Payload | None) -> ExecuteReport | None:
+    if payload is None:
+        return None
+    return ExecuteReport(
+        block_bytes=payload.block_bytes,
+        written_blocks=payload.written_blocks,
+        verified_blocks=payload.verified_blocks,
     )

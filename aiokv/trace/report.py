@@ -46,13 +46,21 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     index_bytes_per_block: float
 
 
+class ExecuteReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that a replay with ``execute`` has written and verified."""
+
+    block_bytes: int
+    written_blocks: int
+    verified_blocks: int
+
+
 class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that were copied between the tiers, and blocks that were evicted.
 
     All counts include verified copies only.
 
     Attributes:
-        block_bytes: nominal bytes per block.
+        block_bytes: bytes per block: of a real block with ``execute``, else nominal.
         onloaded_blocks: blocks copied to the device.
         offloaded_blocks: blocks copied to host memory.
         onloaded_bytes: bytes of these onloaded blocks.
@@ -107,8 +115,10 @@ class PolicyPoint(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens: dict[str, int]
     hit_rate: float
     evicted_blocks: int
+    failed_onloads: int
     requests_per_second: float
     traffic: TrafficReport
+    execute: ExecuteReport | None
 
 
 class EvictionPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +181,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
             of the tiers if it is simulated.
         hit_rate: ``total / prompt_tokens``.
         evicted_blocks: cached blocks that were evicted from the device.
+        failed_onloads: number of leases whose onload failed and that computed the blocks again.
         index_seconds: CPU time of the event loop's thread in match, allocate, commit and release of
             all requests; the preparation of token arrays is not included.
         requests_per_second: ``requests / index_seconds``.
@@ -180,6 +191,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
         traffic: blocks that were copied between the tiers; blocks found on disk count as copied to
             host memory.
         disk: the simulated disk tier, if there is one.
+        execute: blocks written and verified, with ``execute``.
         capacities: results by capacity of the tiers, if several were replayed.
         write_policies: results by write policy, if they were compared.
         eviction_policies: results by eviction policy, if they were compared.
@@ -193,6 +205,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     hit_tokens: dict[str, int]
     hit_rate: float
     evicted_blocks: int
+    failed_onloads: int
     index_seconds: float
     requests_per_second: float
     wall_seconds: float
@@ -200,6 +213,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     memory: MemoryReport
     traffic: TrafficReport
     disk: DiskReport | None = None
+    execute: ExecuteReport | None = None
     capacities: list[CapacityPoint] | None = None
     write_policies: list[PolicyPoint] | None = None
     eviction_policies: list[EvictionPoint] | None = None

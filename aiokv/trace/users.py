@@ -72,13 +72,13 @@ async def replay_users(
     At most ``options.concurrency`` leases are held at once; further requests wait in ``allocate``.
 
     Raises:
-        UsageError: no request fits the device, or ``options`` has a disk.
+        UsageError: no request fits the device, or ``options`` has a speed, bytes or a disk.
     """
-    if options.disk is not None:
+    if options.speed is not None or options.execute or options.disk is not None:
         raise UsageError(
-            "users is set with a disk: the times of users are simulated, with a device and a host "
-            "tier",
-            hint="leave out --disk-blocks",
+            "users is set with speed, execute or disk: the times of users are simulated, with a "
+            "device and a host tier",
+            hint="leave out --speed, --execute and --disk-blocks",
         )
     fitting = workload.fitting(options.device_blocks * options.block_tokens)
     sessions = sessions_of(fitting.requests, users)
@@ -155,7 +155,7 @@ async def _run(
         / options.block_bytes,
     )
     async with CacheEngine(config) as engine:
-        replayer = Replayer(engine, model=model)
+        replayer = Replayer(engine, block_tokens=options.block_tokens, model=model)
         left = _endless(sessions)
         tasks = [
             asyncio.create_task(replayer.user(left, _FIRST_SECONDS * number / users.users))

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 import uvloop
 
-from aiokv import CacheEngine, cli
-from aiokv.errors import UsageError
+from aiokv import cli
+from aiokv.errors import InternalError, UsageError
 from aiokv.trace.disk_tier import DiskOptions
 from aiokv.trace.format import EXAMPLE, TraceRequest
-from aiokv.trace.loops import Replayer
 from aiokv.trace.min_oracle import min_hit_tokens
+from aiokv.trace.payload import Payload
 from aiokv.trace.replay import (
     ReplayOptions,
     Workload,
@@ -130,6 +130,7 @@ def test_smaller_disks_hit_less_and_keep_their_capacity(small):
     [
         ({"host_blocks": 0}, "disk_blocks is 9, but host_blocks is 0"),
         ({"write_policy": "write_back"}, "disk_blocks is 9 with the write policy 'write_back'"),
+        ({"execute": True}, "disk_blocks is 9 with execute"),
     ],
     ids=str,
 )
@@ -147,24 +148,25 @@ def test_timed_pass_covers_every_operation(small):
 
 
 def test_window_of_one_equals_the_hits_of_the_plain_loop(small):
-    """The general loop is the same sequence of decisions."""
-
-    async def window_of_one(options):
-        async with CacheEngine(options.cache_config) as engine:
-            await Replayer(engine).window(small.requests, 1, lambda count: None)
-            return engine.statistics()
-
+    """The general loop, driven with real bytes, is the same sequence of decisions."""
     plain = run_replay(small, device_blocks=2_000)
-    general = uvloop.run(window_of_one(ReplayOptions(device_blocks=2_000)))
-    assert general.hit_device_tokens == plain.hit_tokens["device"]
-    assert general.attention.device.evicted_blocks == plain.evicted_blocks > 0
+    executed = run_replay(small, device_blocks=2_000, execute=True, execute_bytes=1 << 20)
+    assert executed.hit_tokens == plain.hit_tokens
+    assert executed.evicted_blocks == plain.evicted_blocks > 0
+    assert executed.execute is not None
+    assert executed.execute.verified_blocks * BLOCK_TOKENS == plain.hit_tokens["total"]
 
 
 def test_host_tier_serves_blocks_evicted_from_the_device(small):
     device_only = run_replay(small, device_blocks=1_000)
-    tiered = run_replay(small, device_blocks=1_000, host_blocks=50_000)
+    tiered = run_replay(
+        small, device_blocks=1_000, host_blocks=50_000, execute=True, execute_bytes=2 << 20
+    )
     assert tiered.hit_tokens["host"] > 0
     assert tiered.hit_tokens["total"] > device_only.hit_tokens["total"]
+    assert tiered.failed_onloads == 0
+    assert tiered.execute is not None
+    assert tiered.execute.verified_blocks * BLOCK_TOKENS == tiered.hit_tokens["total"]
 
 
 def test_blocks_on_both_tiers_count_once_in_the_memory_per_block(small):
@@ -191,6 +193,14 @@ def test_a_window_that_does_not_fit_shrinks(small):
     longest = -(-longest_prompt(small) // BLOCK_TOKENS)
     report = run_replay(small, device_blocks=longest, concurrency=64)
     assert (report.requests, report.rejected_requests) == (400, 0)
+
+
+def test_replay_by_timestamps_admits_each_request_once(small):
+    """100 s of trace in 0.1 s; every request is admitted once, and waits are measured."""
+    report = run_replay(small, device_blocks=20_000, concurrency=32, speed=1000.0)
+    assert report.requests == 400
+    assert report.latency_us["admission"].count == 400
+    assert report.wall_seconds >= small.arrival_seconds(small.requests[-1]) / 1000
 
 
 def test_requests_larger_than_the_device_are_left_out(small):
@@ -246,10 +256,10 @@ def test_demo_expands_only_the_served_part_of_a_request(long_trace):
     [
         {},
         {"concurrency": 4},
-        {"host_blocks": 4_096},
+        {"speed": 1e9, "host_blocks": 4_096},
         {"latencies": False, "eviction_policy": "lru"},
     ],
-    ids=["plain", "window", "host", "one-pass"],
+    ids=["plain", "window", "timed", "one-pass"],
 )
 def test_replay_holds_a_fraction_of_the_prompts(options):
     """The expanded prompts take 250 MiB; requests that wait for a slot hold none of them."""
@@ -288,6 +298,19 @@ def test_sweep_grows_with_capacity(small):
     rates = [point.hit_rate for point in points]
     assert rates == sorted(rates)
     assert rates[0] < rates[-1]
+
+
+def test_wrong_bytes_are_detected(small, monkeypatch):
+    """Negative control of ``--execute``: one word written wrong fails the replay."""
+    write = Payload.write_computed
+
+    def write_and_corrupt(self, lease, tokens, block_tokens):
+        write(self, lease, tokens, block_tokens)
+        self._tensors[1][lease.block_table[0], 0] ^= 1
+
+    monkeypatch.setattr(Payload, "write_computed", write_and_corrupt)
+    with pytest.raises(InternalError, match="does not hold the bytes"):
+        run_replay(small, device_blocks=20_000, execute=True, execute_bytes=1 << 20)
 
 
 # ---- the public trace
@@ -456,10 +479,10 @@ def test_missing_matplotlib_is_told_before_the_replay(monkeypatch, capsys):
     assert output.out == ""
 
 
-def test_the_three_write_policies_are_compared(tmp_path, capsys):
+def test_the_three_write_policies_are_compared_over_real_bytes(tmp_path, capsys):
     status = run_cli(
         SMALL, "--limit", 150, "--concurrency", 8, "--device-blocks", 800, "--host-blocks", 20_000,
-        "--write-policy", "all", "--json", tmp_path / "r.json",
+        "--write-policy", "all", "--execute", "--execute-mib", 1, "--json", tmp_path / "r.json",
     )  # fmt: skip
     assert status == 0
     assert "write_back: hits " in capsys.readouterr().out
@@ -470,6 +493,9 @@ def test_the_three_write_policies_are_compared(tmp_path, capsys):
         traffic = point["traffic"]
         assert point["hit_tokens"]["host"] > 0
         assert traffic["onloaded_bytes"] == traffic["onloaded_blocks"] * traffic["block_bytes"] > 0
+        assert traffic["block_bytes"] == point["execute"]["block_bytes"]
+        assert point["execute"]["verified_blocks"] * BLOCK_TOKENS == point["hit_tokens"]["total"]
+        assert point["failed_onloads"] == 0
     saved = {name: point["traffic"]["offloaded_blocks"] for name, point in points.items()}
     # The host has room for all early copies: a full one takes copies before evictions alone.
     assert saved["nth_use:2"] < saved["write_through"]
@@ -492,7 +518,7 @@ def test_the_eviction_policies_are_compared_with_each_other_and_with_min(tmp_pat
     assert run_cli(SMALL, "--eviction-policy", "all", "--write-policy", "all") != 0
 
 
-def test_bytes_moved_are_nominal(small):
+def test_bytes_moved_are_nominal_without_real_ones(small):
     report = run_replay(
         small, device_blocks=1_000, host_blocks=9_000, write_policy="write_back", block_bytes=100
     )
@@ -571,6 +597,8 @@ def test_command_hints_when_nothing_fits(capsys):
         ["--host-blocks", "-1"],
         ["--block-tokens", "0"],
         ["--concurrency", "1.5"],
+        ["--speed", "0"],
+        ["--speed", "nan"],
         ["--limit", "0"],
         ["--capacities", "1000,,2000"],
         ["--capacities", "0"],

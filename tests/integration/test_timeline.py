@@ -264,7 +264,7 @@ SMALL = str(Path(__file__).parents[1] / "data" / "small.jsonl")
     [
         ((), {"granted"}),
         (
-            ("--host-blocks", "4000", "--concurrency", "4"),
+            ("--host-blocks", "4000", "--concurrency", "4", "--execute", "--execute-mib", "16"),
             {"granted", "onload", "offload"},
         ),
     ],

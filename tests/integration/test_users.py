@@ -124,9 +124,18 @@ def test_requests_are_divided_into_sessions():
     assert [turn.pause for turn in sessions[0]] == [0.0, 4.0, 600.0]
 
 
-def test_disk_below_simulated_times_is_refused():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speed": 1.0},
+        {"execute": True},
+        {"disk": DiskOptions(blocks=9), "host_blocks": 9},
+    ],
+    ids=str,
+)
+def test_options_that_are_not_simulated_are_refused(options):
     with pytest.raises(UsageError, match="times of users are simulated"):
-        run(agents(1, 1), disk=DiskOptions(blocks=9), host_blocks=9)
+        run(agents(1, 1), **options)
 
 
 def test_trace_without_a_request_that_fits_is_refused():

@@ -83,8 +83,20 @@ TRACE = str(Path(__file__).parents[1] / "data" / "small.jsonl")
     [
         ["demo", "--conversations", "2", "--turns", "2"],
         ["replay", TRACE, "--limit", "100", "--host-blocks", "500", "--verbose"],
+        [
+            "replay",
+            TRACE,
+            "--limit",
+            "20",
+            "--execute",
+            "--execute-mib",
+            "8",
+            "--speed",
+            "1000",
+            "--verbose",
+        ],
     ],
-    ids=["demo", "replay"],
+    ids=["demo", "replay", "timed-replay"],
 )
 def test_durations_have_a_unit_that_suits_them(argv, capsys):
     """No duration has four digits of a unit below a second, such as 123456 us."""
