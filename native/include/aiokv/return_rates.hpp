@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <bitset>
 #include <cstdint>
 #include <vector>
 
@@ -56,11 +57,15 @@ class ReturnRates {
     void admit(std::uint32_t label);
     void count_return(const ReuseFeatures& features, std::uint64_t age) {
         const ReuseClass c = features.reuse_class();
-        labels_[label_of(c)].returns[unlabelled(c)][bucket_of(age)] += 1;
+        Label& label = labels_[label_of(c)];
+        label.returns[unlabelled(c)][bucket_of(age)] += 1;
+        label.counted.set(unlabelled(c));
     }
     void count_waiting(const ReuseFeatures& features, std::uint64_t age, double units) {
         const ReuseClass c = features.reuse_class();
-        labels_[label_of(c)].waiting[unlabelled(c)][bucket_of(age)] += units;
+        Label& label = labels_[label_of(c)];
+        label.waiting[unlabelled(c)][bucket_of(age)] += units;
+        label.counted.set(unlabelled(c));
     }
     // Computes new factors and scores. Then reduces the counts to a share of `keep`.
     void learn(double keep);
@@ -93,14 +98,23 @@ class ReturnRates {
     struct Label {
         std::array<Ages, ReuseFeatures::kUnlabelled> returns{};  // returned stretches, by age
         std::array<Ages, ReuseFeatures::kUnlabelled> waiting{};  // units of waiting, by age
+        std::bitset<ReuseFeatures::kUnlabelled> counted;         // classes with counts
         Ages factors{};
-        std::array<Ages, kLevels> scores{};
+        std::array<Ages, kLevels> scores{};  // of the levels in use
     };
 
     static std::uint32_t label_of(ReuseClass c) { return c / ReuseFeatures::kUnlabelled; }
     static std::uint32_t unlabelled(ReuseClass c) { return c % ReuseFeatures::kUnlabelled; }
     double bucket_width(std::uint32_t bucket) const;
     double factor(std::uint32_t reuse_class) const;
+    Classes factors() const;
+    // Calls `visit` with each class that a label has counts of.
+    template <class Visit>
+    static void for_each_counted(const Label& label, Visit visit) {
+        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
+            if (label.counted[c]) visit(c);
+        }
+    }
     void fade(double keep);
     void fit_base();
     void fit_factors();
@@ -115,6 +129,7 @@ class ReturnRates {
         {{1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}}};
     std::array<double, kLevels> relative_of_level_{};
     std::array<std::uint8_t, ReuseFeatures::kUnlabelled> levels_{};
+    std::vector<std::uint8_t> used_levels_;  // the different ones in levels_
 };
 
 }  // namespace aiokv

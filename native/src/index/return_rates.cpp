@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <numeric>
+#include <span>
 
 namespace aiokv {
 namespace {
@@ -48,6 +49,12 @@ double ReturnRates::factor(std::uint32_t reuse_class) const {
     return product;
 }
 
+ReturnRates::Classes ReturnRates::factors() const {
+    Classes products{};
+    for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) products[c] = factor(c);
+    return products;
+}
+
 ReturnRates::ReturnRates(double window) : window_(window) {
     for (std::uint32_t level = 0; level < kLevels; ++level) {
         relative_of_level_[level] = std::exp2((level - kLevelOfOne) / kLevelsPerOctave);
@@ -76,15 +83,20 @@ void ReturnRates::learn(double keep) {
         const double level = std::round(std::log2(factor(c)) * kLevelsPerOctave) + kLevelOfOne;
         levels_[c] = static_cast<std::uint8_t>(std::clamp(level, 0.0, kLevels - 1.0));
     }
+    const auto combinations = std::span(levels_).first(ReuseFeatures::kCombinations);
+    used_levels_.assign(combinations.begin(), combinations.end());
+    std::ranges::sort(used_levels_);
+    const auto rest = std::ranges::unique(used_levels_);
+    used_levels_.erase(rest.begin(), rest.end());
     for (Label& label : labels_) rank(label);
 }
 
 void ReturnRates::fade(double keep) {
     for (Label& label : labels_) {
-        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
+        for_each_counted(label, [&](std::uint32_t c) {
             for (double& returns : label.returns[c]) returns *= keep;
             for (double& waiting : label.waiting[c]) waiting *= keep;
-        }
+        });
     }
 }
 
@@ -95,16 +107,16 @@ void ReturnRates::fit_base() {
     Ages waited{};
     double all_returned = 0;
     double all_waited = 0;
+    const Classes relative = factors();
     for (const Label& label : labels_) {
-        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
-            const double relative = factor(c);
+        for_each_counted(label, [&](std::uint32_t c) {
             for (std::uint32_t b = 0; b < kBuckets; ++b) {
                 returned[b] += label.returns[c][b];
-                waited[b] += label.waiting[c][b] * relative * label.factors[b];
+                waited[b] += label.waiting[c][b] * relative[c] * label.factors[b];
                 all_returned += label.returns[c][b];
                 all_waited += label.waiting[c][b];
             }
-        }
+        });
     }
     base_.fill(0);
     if (all_returned <= 0 || all_waited <= 0) return;
@@ -120,12 +132,12 @@ void ReturnRates::fit_factors() {
     Classes returned{};
     Classes expected{};  // expected returns if all factors but that of the label were 1
     for (const Label& label : labels_) {
-        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
+        for_each_counted(label, [&](std::uint32_t c) {
             for (std::uint32_t b = 0; b < kBuckets; ++b) {
                 returned[c] += label.returns[c][b];
                 expected[c] += label.waiting[c][b] * base_[b] * label.factors[b];
             }
-        }
+        });
     }
     for (std::size_t i = 0; i < kAxes.size(); ++i) {
         std::array<double, 8> came{};
@@ -143,16 +155,16 @@ void ReturnRates::fit_factors() {
 
 // Computes the factors of the labels, for each age, given all others.
 void ReturnRates::fit_labels() {
+    const Classes relative = factors();
     for (Label& label : labels_) {
         Ages came{};
         Ages due{};
-        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
-            const double relative = factor(c);
+        for_each_counted(label, [&](std::uint32_t c) {
             for (std::uint32_t b = 0; b < kBuckets; ++b) {
                 came[b] += label.returns[c][b];
-                due[b] += label.waiting[c][b] * relative * base_[b];
+                due[b] += label.waiting[c][b] * relative[c] * base_[b];
             }
-        }
+        });
         const double all_came = std::accumulate(came.begin(), came.end(), kFactorPrior);
         const double all_due = std::accumulate(due.begin(), due.end(), kFactorPrior);
         const double at_any_age = all_came / all_due;
@@ -167,14 +179,14 @@ void ReturnRates::fit_labels() {
 void ReturnRates::center_factors() {
     double waited = 0;
     double weighted = 0;
+    const Classes relative = factors();
     for (const Label& label : labels_) {
-        for (std::uint32_t c = 0; c < ReuseFeatures::kCombinations; ++c) {
-            const double relative = factor(c);
+        for_each_counted(label, [&](std::uint32_t c) {
             for (const double waiting : label.waiting[c]) {
                 waited += waiting;
-                weighted += waiting * relative;
+                weighted += waiting * relative[c];
             }
-        }
+        });
     }
     if (waited <= 0) return;
     const double mean = weighted / waited;
@@ -182,15 +194,17 @@ void ReturnRates::center_factors() {
     for (double& rate : base_) rate *= mean;
 }
 
-// Computes, for each level and age, the best ratio of hits to time over all waiting times. The
-// inner loops are over the levels, so that the compiler can vectorize them.
+// Computes, for each level in use and age, the best ratio of hits to time over all waiting times.
+// The inner loops are over the levels, so that the compiler can vectorize them.
 void ReturnRates::rank(Label& label) {
     using Levels = std::array<double, kLevels>;
+    const std::size_t used = used_levels_.size();
     std::array<Levels, kBuckets> stay;  // share of those at the start of the bucket that are still
                                         // waiting at its end
     for (std::uint32_t b = 0; b < kBuckets; ++b) {
-        for (std::uint32_t l = 0; l < kLevels; ++l) {
-            const double r = base_[b] * label.factors[b] * relative_of_level_[l] * bucket_width(b);
+        for (std::size_t l = 0; l < used; ++l) {
+            const double r =
+                base_[b] * label.factors[b] * relative_of_level_[used_levels_[l]] * bucket_width(b);
             stay[b][l] = 1 / (1 + r + r * r / 2);
         }
     }
@@ -202,7 +216,7 @@ void ReturnRates::rank(Label& label) {
         Levels best{};
         for (std::uint32_t b = from; b < kBuckets; ++b) {
             const double width = bucket_width(b);
-            for (std::uint32_t l = 0; l < kLevels; ++l) {
+            for (std::size_t l = 0; l < used; ++l) {
                 const double left = waiting[l] * stay[b][l];
                 came[l] += waiting[l] - left;
                 time[l] += width * (waiting[l] + left) / 2;
@@ -211,7 +225,7 @@ void ReturnRates::rank(Label& label) {
                 best[l] = best[l] < rate ? rate : best[l];
             }
         }
-        for (std::uint32_t l = 0; l < kLevels; ++l) label.scores[l][from] = best[l];
+        for (std::size_t l = 0; l < used; ++l) label.scores[used_levels_[l]][from] = best[l];
     }
 }
 
