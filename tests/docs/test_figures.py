@@ -131,74 +131,114 @@ def test_default_settings_relative_to_the_offload_of_vllm():
 
 
 H200 = results("vllm-h200")
-VARIED = H200["varied answers"]
+LARGE, SHORT = H200["all in host memory"], H200["short host memory"]
+LARGE_LOADS = {f"{n} client{'s' * (n > 1)}": f"documents_{n}_clients" for n in (1, 4, 16, 32)}
+SHORT_LOADS = {f"short host memory, {n} clients": f"documents_{n}_clients" for n in (4, 16, 32)}
+SHORT_LOADS["short host memory, 32 agents"] = "agents"
 
 
 def of_load(load: dict[str, Any] | None, *, whole: bool, hits: bool = False) -> str:
     if load is None:
         return "not run"
     rate, first_token = f"{load['requests_per_second']:#.3g}/s", load["first_token_ms"]
-    p50, p90, p99 = (f"{first_token[p]:.0f}" for p in ("p50", "p90", "p99"))
+    p50, p90, p99 = (f"{first_token.get(p, 0):.0f}" for p in ("p50", "p90", "p99"))
     if not whole:
         return f"{rate}, {p50} and {p90} ms"
+    if "gap_ms" not in load:  # a cell that had not ended
+        return f"{rate}; {p50}, –, {p99} ms"  # noqa: RUF001
     gap = load["gap_ms"]["p99"]
     shown = f"{rate}; {p50}, {p90}, {p99} ms; {gap:.{int(gap < 10)}f} ms"
     share = load["cached_tokens"] / load["prompt_tokens"]
     return f"{shown}; {share:.0%} hits".replace("%", " %") if hits else shown
 
 
-@pytest.mark.parametrize("page", [README, MEASURED], ids=["readme", "measured"])
-def test_documents_and_agents_on_an_h200(page):
-    whole = page is MEASURED
-    servers = ("vllm", "lmcache", "aiokv")
-    for clients in (4, 16, 32):
-        loads = [VARIED["documents"][s].get(f"documents_{clients}_clients") for s in servers]
-        expected = [of_load(load, whole=whole) for load in loads]
-        assert cells_of(page, f"{clients} clients | {expected[0]}")[1:] == expected
-    loads = [VARIED["agents"].get(server, {}).get("agents") for server in servers]
-    expected = [of_load(load, whole=whole, hits=True) for load in loads]
-    assert cells_of(page, "32 agents")[1:] == expected
+def test_all_in_host_memory_on_an_h200():
+    more = {
+        "24 agents": "agents",
+        "nothing hits, 4 clients": "no_hits",
+        "256 tokens, 8 per second": "documents_8_per_second_256_tokens",
+    }
+    servers = ("none", "vllm", "lmcache", "aiokv", "none, 80 GiB on the device")
+    for name, load in (LARGE_LOADS | more).items():
+        expected = [of_load(LARGE[server].get(load), whole=True) for server in servers]
+        assert cells_of(MEASURED, f"{name} | {expected[0]}")[1:] == expected
+
+
+def test_hits_on_the_device_of_an_h200():
+    def of_each(clients: int) -> list[str]:
+        loads = [
+            LARGE[s][f"documents_{clients}_clients"] for s in ("none", "vllm", "lmcache", "aiokv")
+        ]
+        return [f"{load['device_hits_first_token_p50_ms']:.0f}" for load in loads]
+
+    text = " ".join(MEASURED.split())
+    one, four = of_each(1), of_each(4)
+    assert (
+        "p50 is {} ms in *no offload*, {} ms in *vllm*, {} ms in *lmcache* and {} ms".format(*one)
+        in text
+    )
+    assert "with 4 clients {}, {}, {} and {} ms".format(*four) in text
+
+
+def test_short_host_memory_on_an_h200():
+    for name, load in SHORT_LOADS.items():
+        servers = ("vllm", "lmcache", "aiokv", "aiokv-disk")
+        expected = [of_load(SHORT[s].get(load), whole=True, hits=True) for s in servers]
+        assert cells_of(MEASURED, name)[1:] == expected
+
+
+def test_servers_on_an_h200_in_the_readme():
+    tables = [(LARGE, name, load) for name, load in LARGE_LOADS.items() if name != "1 client"]
+    tables += [(SHORT, name, load) for name, load in SHORT_LOADS.items() if " 4 " not in name]
+    for table, name, load in tables:
+        servers = ("vllm", "lmcache", "aiokv")
+        expected = [of_load(table[server][load], whole=False) for server in servers]
+        assert cells_of(README, name)[1:] == expected
 
 
 def test_servers_on_an_h200_relative_to_the_offload_of_vllm():
-    def ratio(load: str, value: Any, kind: str = "documents") -> float:
-        return value(VARIED[kind]["aiokv"][load]) / value(VARIED[kind]["vllm"][load])
-
     def rate(load: dict[str, Any]) -> float:
         return load["requests_per_second"]
 
-    rates = [ratio(f"documents_{clients}_clients", rate) for clients in (4, 16, 32)]
-    agents = ratio("agents", rate, "agents")
-    p50 = ratio("agents", lambda load: load["first_token_ms"]["p50"], "agents")
-    p99 = ratio("agents", lambda load: load["first_token_ms"]["p99"], "agents")
+    def hits(load: dict[str, Any]) -> float:
+        return load["cached_tokens"] / load["prompt_tokens"]
+
+    def ratios(table: dict[str, Any], loads: Any, value: Any) -> list[float]:
+        return [value(table["aiokv"][load]) / value(table["vllm"][load]) for load in loads]
+
+    large = ratios(LARGE, LARGE_LOADS.values(), rate)
+    documents = ["documents_16_clients", "documents_32_clients"]
+    short, hit = ratios(SHORT, documents, rate), ratios(SHORT, documents, hits)
+    (agents,) = ratios(SHORT, ["agents"], rate)
+    (p50,) = ratios(SHORT, ["agents"], lambda load: load["first_token_ms"]["p50"])
+    (p99,) = ratios(SHORT, ["agents"], lambda load: load["first_token_ms"]["p99"])
     text = " ".join(MEASURED.split())
-    assert "served {:.2f}, {:.2f} and {:.2f} times the requests".format(*rates) in text
-    assert f"with agents, {agents:.2f} times, with a p50 of {p50:.2f} of its time" in text
+    assert "served {:.2f}, {:.2f}, {:.2f} and {:.2f} times".format(*large) in text
+    assert "served {:.2f} and {:.2f} times the requests".format(*short) in text
+    assert "hit {:.2f} and {:.2f} times as many prompt tokens".format(*hit) in text
+    assert f"with agents it served {agents:.2f} times, with a p50 of {p50:.2f} of its time" in text
     assert f"a p99 of {p99:.2f}" in text
     text = " ".join(README.split())
-    assert f"served {min(rates):.2f} to {max(rates):.2f} times the requests" in text
+    assert f"served {min(large[1:]):.2f} to {max(large[1:]):.2f} times the requests" in text
+    assert f"all documents, {min(short):.2f} to {max(short):.2f} times where it is short" in text
     assert f"{agents:.2f} times with agents" in text
     assert f"first token in {p50:.2f} of the time" in text
+    assert f"{min(hit):.2f} to {max(hit):.2f} times as many on the H200" in text
 
 
-def test_equal_answers_on_an_h200():
-    measured = H200["equal answers, before cached_first"]
-    loads = {f"{n} client{'s' * (n > 1)}": f"documents_{n}_clients" for n in (1, 4, 16, 32)}
-    servers = ("none", "vllm", "lmcache", "aiokv")
-    for name, load in (loads | {"24 agents": "agents"}).items():
-        cells = [of_load(measured["host_gib_56"][s][load], whole=True) for s in servers]
-        assert cells_of(MEASURED, f"all in host memory, {name} |")[1:] == cells
-    del loads["1 client"], loads["32 clients"]
-    ratios = []
-    for name, load in (loads | {"32 agents": "agents"}).items():
-        of_server = [measured["host_gib_16"].get(s, {}).get(load) for s in servers]
-        cells = [of_load(each, whole=True, hits=True) for each in of_server]
-        assert cells_of(MEASURED, f"short host memory, {name} |")[1:] == cells
-        if load != "agents":
-            shares = [each["cached_tokens"] for each in of_server[1:]]
-            ratios.append(shares[-1] / shares[0])
-    text = " ".join(README.split())
-    assert f"{min(ratios):.2f} to {max(ratios):.2f} times as many on the H200" in text
+def test_start_and_equal_outputs_on_an_h200():
+    start = H200["start"]
+    own, none = start["aiokv"], start["none"]
+    text = " ".join(MEASURED.split())
+    assert (
+        f"started in {own['start_seconds']} s with `aiokv` and in {none['start_seconds']} s" in text
+    )
+    rates = [each["no_hits"]["requests_per_second"] for each in (own, none)]
+    assert "{:.2f} and {:.2f} prompts per second were computed".format(*rates) in text
+    passes = H200["equal outputs"]["aiokv"]
+    assert f"Of {passes['reloaded']['compared']} prompts whose blocks were loaded" in text
+    assert passes["reloaded"]["different"] == 0
+    assert passes["damaged"]["different"] == passes["damaged"]["compared"]
 
 
 def test_outputs_under_load_are_equal():
