@@ -24,6 +24,7 @@ BENCHES = (
     "miss_history",
     "digest",
     "policy",
+    "output_labels",
     "write_budget",
     "two_tiers",
     "wakeup",

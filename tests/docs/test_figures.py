@@ -526,6 +526,16 @@ def test_memory_over_many_requests(start, name):
     assert cells_of(section[: section.index("### CPU time")], start)[1:] == shown
 
 
+def test_hits_with_the_length_of_the_answer_as_a_label():
+    measured = results("output_labels")["benches"]["output_labels"]
+    short = [measured[f"agent-a.{blocks}_blocks"] for blocks in (500, 1_000, 2_000)]
+    gains = [each["gain"] for each in short]
+    at_random = max(each["shuffled_gain"] for each in short)
+    text = " ".join((ROOT / "docs/guide/agents.md").read_text().split())
+    assert f"have {min(gains):.2f} to {max(gains):.2f} times the hits" in text
+    assert f"at most {at_random:.2f} times" in text
+
+
 def test_cpu_time_of_the_history_of_misses():
     cases = results("miss_history")["benches"]["miss_history"].values()
     page = (ROOT / "docs/operate/tuning.md").read_text()
