@@ -56,12 +56,14 @@ async def serving(model):
         await asyncio.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS, limits=limits
-    ) as client:
-        yield SimpleNamespace(engine=engine, client=client, app=app)
-    server.should_exit = True
-    await task
+    try:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS, limits=limits
+        ) as client:
+            yield SimpleNamespace(engine=engine, client=client, app=app)
+    finally:  # also when a test fails: uvloop waits for the server when it closes
+        server.should_exit = True
+        await task
     assert engine.statistics().leases == 0
     assert engine.statistics().waiting == 0
 
@@ -207,7 +209,7 @@ async def test_requests_of_another_salt_share_nothing(model):
     ("body", "message"),
     [
         ("{", "truncated"),
-        (b'{"prompt": "\xff"}', "invalid start byte"),
+        (b'{"prompt": "\xff"}', "UTF-8|start byte"),  # msgspec 0.23, and before
         ('{"prompt": [256]}', "<= 255"),
         ('{"prompt": "a", "max_tokens": 0}', ">= 1"),
         ('{"prompt": ""}', "1 to 512 tokens in total"),
@@ -220,7 +222,7 @@ async def test_a_bad_request_gets_status_400(model, body, message):
     async with serving(model) as served:
         response = await served.client.post("/v1/completions", content=body)
         assert response.status_code == 400
-        assert message in response.json()["error"]["message"]
+        assert re.search(message, response.json()["error"]["message"])
 
 
 @pytest.mark.asyncio
