@@ -555,7 +555,8 @@ class CacheEngine(Unique):
         and raises ``WouldBlock`` otherwise; the call changes nothing. Reserve, quota, pauses and
         leases that wait do not count, because they do not stop ``extend``. A lease needs
         ``ceil(n / block_tokens)`` blocks for ``n`` positions, of which ``len(block_table)`` are
-        there. Models with sliding windows need window blocks, too.
+        there. Models with sliding windows need window blocks, too. Where salts have guaranteed
+        shares, the number may be wrong in rare cases.
 
         Args:
             limit: as for ``allocatable_blocks``.

@@ -170,7 +170,6 @@ class Regions:
         self._state_pieces += pieces
         self._num_state_slots = num_slots
         self._names.append(name)
-        self._sent = None
 
     def add_window(
         self,
@@ -215,10 +214,9 @@ class Regions:
 
         Args:
             group: name of the group; tensors that it has already are replaced.
-            blocks: the tensors as regions of their own, with the same host format.
+            blocks: the tensors as regions of their own.
         """
         self._windows[group] = blocks
-        self._sent = None
         self._names += [name for name in blocks.names if name not in self._names]
 
     def _check_layers(

@@ -321,7 +321,9 @@ class RankGroup(Unique):
             num_layers=0 if layout is None else layout.num_layers,
             device_blocks=min((known.num_blocks for known in layouts), default=UNLIMITED_BLOCKS),
             device_name=f"{self.num_ranks} ranks",
-            block_bytes=0 if layout is None else layout.block_bytes[ATTENTION] * self.num_ranks,
+            block_bytes=0
+            if layout is None
+            else layout.block_bytes.get(ATTENTION, 0) * self.num_ranks,
             pitch_bytes=0 if layout is None else layout.pitch_bytes * self.num_ranks,
         )
 
@@ -435,7 +437,7 @@ class RankGroup(Unique):
     def statistics(self) -> WorkerStatistics:
         """Return the counts of the group; a transfer counts once, not once per rank."""
         counts, layout = self._transfers.statistics(self._windows), self.layout
-        if layout is None or not layout.block_bytes[ATTENTION]:
+        if layout is None or not layout.block_bytes.get(ATTENTION):
             return counts
         facts = self.facts
         sizes = BlockSizes(device=facts.block_bytes, host=facts.pitch_bytes)

@@ -75,7 +75,7 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
         num_blocks: number of blocks.
         pitch_bytes: distance between blocks, a multiple of ``STORE_ALIGNMENT_BYTES``; a store may
             read and overwrite all of it.
-        payload_bytes: bytes of a block that the device tier copies, in the format of the host.
+        payload_bytes: bytes of a block that the device tier copies.
         view: all blocks as one writable buffer.
         group: name of the group.
         quota_share: part of the limit of the store that the objects of the group may take, above 0;

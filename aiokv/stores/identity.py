@@ -64,8 +64,7 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
                 the attention kernel reads, not as plain bytes. Axes and heads count where they were
                 given (``Regions.add(axes=, heads=)``), since one shape can have two orders of axes;
                 a region without them has the fingerprint that it always had. So a cache whose
-                regions get axes does not find the blocks that it stored before. So does the name of
-                the host format, unless it is empty.
+                regions get axes does not find the blocks that it stored before.
             group: group of the objects. Its line names the group by its ``medium_name``.
 
         Raises:

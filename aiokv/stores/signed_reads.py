@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _BUFFER_BYTES: Final = 512 << 10
 _CONNECT_SECONDS: Final = 1.0
 _KEPT_SECONDS: Final = 30.0  # routers and servers may drop an idle connection without notice
+_END_SECONDS: Final = 0.1  # for the end of a body without a length, once all bytes are there
 _PAUSE_SECONDS: Final = 60.0  # after a request that was not answered
 _ANSWERS: Final = (
     HTTPStatus.PARTIAL_CONTENT,
@@ -206,7 +207,7 @@ class _Connection:
             if filled == len(self._buffer) or not num_bytes:
                 writer.write(self._buffer[:filled])
                 filled = 0
-        is_at_end = has_length or not response.read1(1)
+        is_at_end = has_length or _is_at_end(response, self._socket)
         response.close()
         self.used_at = time.monotonic()
         return is_at_end
@@ -216,6 +217,15 @@ class _Connection:
         if self._response is not None:
             self._response.close()
         self._client.close()
+
+
+def _is_at_end(response: http.client.HTTPResponse, connection: socket.socket) -> bool:
+    """Return True if a body without a length has ended: the connection can be used again."""
+    connection.settimeout(_END_SECONDS)
+    try:
+        return not response.read1(1)
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 def _left(deadline: float) -> float:

@@ -212,7 +212,12 @@ def test_servers_on_an_h200_relative_to_the_offload_of_vllm():
     (agents,) = ratios(SHORT, ["agents"], rate)
     (p50,) = ratios(SHORT, ["agents"], lambda load: load["first_token_ms"]["p50"])
     (p99,) = ratios(SHORT, ["agents"], lambda load: load["first_token_ms"]["p99"])
+    day_before = H200["the day before"]
+    before = ratios(day_before["documents"], list(LARGE_LOADS.values())[1:], rate)
+    (before_agents,) = ratios(day_before["agents"], ["agents"], rate)
     text = " ".join(MEASURED.split())
+    assert "served {:.2f}, {:.2f} and {:.2f} times the requests of `vllm`".format(*before) in text
+    assert f"{before_agents:.2f} times with agents." in text
     assert "served {:.2f}, {:.2f}, {:.2f} and {:.2f} times".format(*large) in text
     assert "served {:.2f} and {:.2f} times the requests".format(*short) in text
     assert "hit {:.2f} and {:.2f} times as many prompt tokens".format(*hit) in text
@@ -222,7 +227,8 @@ def test_servers_on_an_h200_relative_to_the_offload_of_vllm():
     assert f"served {min(large[1:]):.2f} to {max(large[1:]):.2f} times the requests" in text
     assert f"all documents, {min(short):.2f} to {max(short):.2f} times where it is short" in text
     assert f"{agents:.2f} times with agents" in text
-    assert f"first token in {p50:.2f} of the time" in text
+    assert f"a p50 of {p50:.2f} and a p99 of {p99:.2f} of its time" in text
+    assert f"{min(before):.2f} to {max(before):.2f} and {before_agents:.2f} times" in text
     assert f"{min(hit):.2f} to {max(hit):.2f} times as many on the H200" in text
 
 

@@ -48,7 +48,7 @@ class Below:
     Attributes:
         saved_blocks: objects that were saved.
         loaded_blocks: objects that were loaded.
-        dropped_blocks: objects that were not saved, because too many waited.
+        dropped_blocks: objects that were not saved, because too many waited or a save raised.
     """
 
     def __init__(
@@ -184,6 +184,7 @@ class Below:
                 try:
                     await self._save(b"".join(first))
                 except Exception as error:  # the next objects are saved nevertheless
+                    self.dropped_blocks += len(first)
                     _log.error("host.save_below_failed", blocks=len(first), exc_info=error)
 
     async def _save(self, keys: bytes) -> None:

@@ -224,7 +224,7 @@ class CudaDevice(Unique):
         A transfer waits until its host blocks are pinned; low ids are pinned first.
 
         Raises:
-            LayoutError: there are no tensors, they are not on this GPU, or they have a host format.
+            LayoutError: there are no tensors, or they are not on this GPU.
             DeviceError: the GPU has no memory for the staging rings.
         """
         if regions.devices != {"cuda"} or regions.num_blocks is None:

@@ -92,8 +92,7 @@ __device__ inline void copy_bytes(std::uint8_t* to, const std::uint8_t* from, st
     }
 }
 
-// Writes the bytes of a chunk, and its padding, in the host's form. A host format encodes them
-// here, and decodes them in to_device().
+// Writes the bytes of a chunk, and its padding.
 __device__ inline void to_host(const Chunk& chunk, std::uint32_t lane) {
     copy_bytes(chunk.other, chunk.device, chunk.bytes, lane);
     for (std::uint32_t i = lane; i < chunk.padding; i += 32) {

@@ -239,9 +239,10 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
     if (on_device) deferred_device_ -= run.length;
     queued_of(id) += run.length;
     queue_of(id).push_front(id);
-    if (run.has(kReserved)) fit_share(queue_of(id), run.share);
+    const bool fits = run.has(kReserved);
+    if (fits) fit_share(queue_of(id), run.share);  // may move this run
     if (!on_device || !ahead_.is_begun()) return;
-    if (!is_saved(n) || device_.has_parts())
+    if (!is_saved(n) || fits || device_.has_parts())
         return ahead_.restart();  // blocks looked at are behind this one now
     ahead_.add_front(node);
 }
