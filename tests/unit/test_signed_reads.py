@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from aiokv._native import ObjectWriter
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
-PART = (1000, 900_000)
+PART = (1000, 900_000)  # more than the buffer of a connection
+CHUNK_BYTES = 100_000
+CLOSES = ("Connection", "close")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -46,6 +48,23 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(CONTENT[first : last + 1 - missing])
         self.close_connection = missing > 0
 
+    def answer_without_length(
+        self, *, in_chunks: bool, missing: int = 0, more: bytes = b"", ends: bool = True
+    ) -> None:
+        """Answer in chunks, or until the connection ends."""
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        body = CONTENT[first : last + 1 - missing] + more
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(CONTENT)}")
+        self.send_header(*(("Transfer-Encoding", "chunked") if in_chunks else CLOSES))
+        self.end_headers()
+        for start in range(0, len(body), CHUNK_BYTES) if in_chunks else ():
+            chunk = body[start : start + CHUNK_BYTES]
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        self.wfile.write((b"0\r\n\r\n" if ends else b"") if in_chunks else body)
+        if not ends:
+            self.server.held.wait()
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -58,6 +77,7 @@ class Server(ThreadingHTTPServer):
         self.script: list[Callable[[Handler], None]] = []
         self.requests: list[str] = []
         self.connections = 0
+        self.held = threading.Event()  # set at the end of the test
 
 
 class Reader:
@@ -87,6 +107,7 @@ def opened(timeout_seconds: float = 600.0) -> Iterator[tuple[Server, Reader]]:
         try:
             yield server, reader
         finally:
+            server.held.set()
             reader.reads.close()
             server.shutdown()
             thread.join()
@@ -160,15 +181,47 @@ def test_a_response_that_ends_early_is_an_error_and_its_connection_is_not_used_a
         assert server.connections == 2
 
 
+@pytest.mark.parametrize("in_chunks", [True, False])
+def test_answers_without_a_length_are_read_by_one_request(in_chunks: bool):
+    with opened() as (server, reader):
+        server.script = [lambda handler: handler.answer_without_length(in_chunks=in_chunks)] * 2
+        for count in (1, 2):
+            assert reader.read()
+            assert reader.received == CONTENT[slice(*PART)]
+            assert len(server.requests) == count
+        assert server.connections == (1 if in_chunks else 2)
+
+
+@pytest.mark.parametrize("in_chunks", [True, False])
+def test_an_answer_without_a_length_that_ends_early_is_an_error(in_chunks: bool):
+    with opened() as (server, reader):
+        server.script = [
+            lambda handler: handler.answer_without_length(in_chunks=in_chunks, missing=1)
+        ]
+        with pytest.raises(StoreError, match="ended early: 1 bytes are missing"):
+            reader.read()
+
+
+@pytest.mark.parametrize("answer", [{"more": b"more"}, {"ends": False}], ids=["longer", "open"])
+@pytest.mark.parametrize("in_chunks", [True, False])
+def test_a_connection_is_not_used_again_if_the_answer_does_not_end_with_the_part(
+    answer: dict[str, Any], in_chunks: bool
+):
+    with opened() as (server, reader):
+        server.script = [
+            lambda handler: handler.answer_without_length(in_chunks=in_chunks, **answer)
+        ]
+        for connections in (1, 2):
+            assert reader.read()
+            assert reader.received == CONTENT[slice(*PART)]
+            assert server.connections == connections
+
+
 def test_an_answer_that_does_not_come_in_time_is_an_error():
     with opened(timeout_seconds=0.05) as (server, reader):
-        held = threading.Event()
-        server.script = [lambda handler: cast("None", held.wait())]
-        try:
-            with pytest.raises(StoreError, match="not answered in time"):
-                reader.read()
-        finally:
-            held.set()
+        server.script = [lambda handler: cast("None", handler.server.held.wait())]
+        with pytest.raises(StoreError, match="not answered in time"):
+            reader.read()
 
 
 def test_a_server_that_cannot_be_reached_in_time_is_left_to_the_package_for_a_minute(
