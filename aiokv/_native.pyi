@@ -157,30 +157,76 @@ class Histogram:
     def bounds_seconds() -> list[float]:
         """Return the upper bounds of all buckets but the last, which has none."""
 
+class TierCounts:
+    """Blocks, or states, of a block group in one tier."""
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def free(self) -> int: ...
+
+    @property
+    def cached(self) -> int: ...
+
+    @property
+    def leased(self) -> int: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def evicted_by_cause(self) -> dict[str, int]: ...
+
+    @property
+    def evicted_blocks(self) -> int: ...
+
+class GroupStatistics:
+    """Blocks, or states, of a block group."""
+
+    @property
+    def device(self) -> TierCounts: ...
+
+    @property
+    def host(self) -> TierCounts: ...
+
+    @property
+    def set_aside_blocks(self) -> int: ...
+
+    @property
+    def cloned(self) -> int:
+        """Copies on the device that leases began with."""
+
+    @property
+    def onloaded_blocks(self) -> int: ...
+
+    @property
+    def offloaded_blocks(self) -> int: ...
+
+    @property
+    def fetched_blocks(self) -> int: ...
+
+    @property
+    def unfetched_blocks(self) -> int: ...
+
+    @property
+    def saved_blocks(self) -> int: ...
+
+    @property
+    def unsaved_by_cause(self) -> dict[str, int]: ...
+
+    @property
+    def received_blocks(self) -> int: ...
+
+    @property
+    def sent_blocks(self) -> int: ...
+
 class CoreStatistics:
     @property
+    def attention(self) -> GroupStatistics: ...
+
+    @property
     def missed_tokens_by_cause(self) -> dict[str, int]: ...
-
-    @property
-    def device_free(self) -> int: ...
-
-    @property
-    def device_cached(self) -> int: ...
-
-    @property
-    def device_leased(self) -> int: ...
-
-    @property
-    def device_in_flight(self) -> int: ...
-
-    @property
-    def host_free(self) -> int: ...
-
-    @property
-    def host_cached(self) -> int: ...
-
-    @property
-    def host_in_flight(self) -> int: ...
 
     @property
     def evictable_blocks(self) -> int: ...
@@ -213,31 +259,10 @@ class CoreStatistics:
     def computed_prompt_tokens(self) -> int: ...
 
     @property
-    def evicted_device_by_cause(self) -> dict[str, int]: ...
-
-    @property
-    def evicted_host_by_cause(self) -> dict[str, int]: ...
-
-    @property
     def dropped_by_cause(self) -> dict[str, int]: ...
 
     @property
     def published_blocks(self) -> int: ...
-
-    @property
-    def evicted_device_blocks(self) -> int: ...
-
-    @property
-    def evicted_host_blocks(self) -> int: ...
-
-    @property
-    def dropped_blocks(self) -> int: ...
-
-    @property
-    def onloaded_blocks(self) -> int: ...
-
-    @property
-    def offloaded_blocks(self) -> int: ...
 
     @property
     def failed_blocks(self) -> int: ...
@@ -255,37 +280,13 @@ class CoreStatistics:
     def fetches(self) -> int: ...
 
     @property
-    def fetched_blocks(self) -> int: ...
-
-    @property
-    def unfetched_blocks(self) -> int: ...
-
-    @property
-    def saved_blocks(self) -> int: ...
-
-    @property
-    def dropped_saves(self) -> int: ...
-
-    @property
-    def refused_saves(self) -> int: ...
-
-    @property
-    def failed_saves(self) -> int: ...
-
-    @property
     def receives(self) -> int: ...
-
-    @property
-    def received_blocks(self) -> int: ...
 
     @property
     def failed_receives(self) -> int: ...
 
     @property
     def sends(self) -> int: ...
-
-    @property
-    def sent_blocks(self) -> int: ...
 
     @property
     def failed_sends(self) -> int: ...
@@ -295,59 +296,6 @@ class CoreStatistics:
 
     @property
     def token_bytes(self) -> int: ...
-
-class GroupStatistics:
-    """Blocks, or states, of a block group besides attention."""
-
-    @property
-    def device_free(self) -> int: ...
-
-    @property
-    def device_cached(self) -> int: ...
-
-    @property
-    def device_set_aside(self) -> int: ...
-
-    @property
-    def host_free(self) -> int: ...
-
-    @property
-    def host_cached(self) -> int: ...
-
-    @property
-    def evicted_device(self) -> int: ...
-
-    @property
-    def evicted_host(self) -> int: ...
-
-    @property
-    def cloned(self) -> int:
-        """Copies on the device that leases began with."""
-
-    @property
-    def onloaded(self) -> int: ...
-
-    @property
-    def saved(self) -> int:
-        """Copies to host memory."""
-
-    @property
-    def stored(self) -> int: ...
-
-    @property
-    def unstored(self) -> int: ...
-
-    @property
-    def fetched(self) -> int: ...
-
-    @property
-    def unfetched(self) -> int: ...
-
-    @property
-    def received(self) -> int: ...
-
-    @property
-    def sent(self) -> int: ...
 
 ATTENTION_GROUP: int = -2
 

@@ -90,7 +90,7 @@ def serve(
         "host_hit_tokens": statistics.hit_host_tokens,
         "hit_tokens": hit_tokens,
         "transfers_per_request": transfers / max(1, len(prompts)),
-        "host_copies_per_committed_block": statistics.offloaded_blocks
+        "host_copies_per_committed_block": statistics.attention.offloaded_blocks
         / max(1, statistics.published_blocks),
         "cpu_seconds": seconds,
     }

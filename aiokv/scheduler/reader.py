@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv._native import Core, GroupStatistics
+    from aiokv._native import Core, GroupStatistics, TierCounts
     from aiokv.base.groups import BlockGroup
     from aiokv.base.types import LeaseIds, LeaseWait, TokenIds
     from aiokv.config.cache_config import CacheConfig
@@ -531,13 +531,11 @@ class CacheReader:
         core = self._core.statistics()
         fields = {name: getattr(core, name) for name in _CORE_FIELDS}
         state = self._core.group_statistics(STATE_GROUP)
-        config = self._config
-        groups = {ATTENTION: self._attention(core)}
-        if config.state_slots:
-            groups[STATE] = _auxiliary(config.state_slots, config.host_state_slots, state)
-        for index, (name, group) in enumerate(config.windows.items()):
-            counts = self._core.group_statistics(index)
-            groups[name] = _auxiliary(group.device_blocks, group.host_blocks, counts)
+        groups = {ATTENTION: _block_group(core.attention)}
+        if self._config.state_slots:
+            groups[STATE] = _block_group(state)
+        for index, name in enumerate(self._config.windows):
+            groups[name] = _block_group(self._core.group_statistics(index))
         return CacheStatistics(
             groups=groups,
             waiting=len(self._admission),
@@ -549,41 +547,8 @@ class CacheReader:
             lost_leases=self._preemption.lost_leases,
             expired_leases=self._releases.expired_leases,
             overdue_requests=self._admission.overdue_requests,
-            restored_states=state.cloned + state.onloaded,
+            restored_states=state.cloned + state.onloaded_blocks,
             **fields,
-        )
-
-    def _attention(self, core: CoreStatistics) -> BlockGroupStatistics:
-        return BlockGroupStatistics(
-            device=TierStatistics(
-                blocks=self._core.device_blocks,
-                free=core.device_free,
-                cached=core.device_cached,
-                leased=core.device_leased,
-                in_flight=core.device_in_flight,
-                evicted_by_cause=core.evicted_device_by_cause,
-            ),
-            host=TierStatistics(
-                blocks=self._config.host_blocks,
-                free=core.host_free,
-                cached=core.host_cached,
-                leased=0,
-                in_flight=core.host_in_flight,
-                evicted_by_cause=core.evicted_host_by_cause,
-            ),
-            set_aside_blocks=0,
-            onloaded_blocks=core.onloaded_blocks,
-            offloaded_blocks=core.offloaded_blocks,
-            fetched_blocks=core.fetched_blocks,
-            unfetched_blocks=core.unfetched_blocks,
-            saved_blocks=core.saved_blocks,
-            unsaved_by_cause={
-                "dropped": core.dropped_saves,
-                "refused": core.refused_saves,
-                "failed": core.failed_saves,
-            },
-            received_blocks=core.received_blocks,
-            sent_blocks=core.sent_blocks,
         )
 
     def leases(self, limit: int, max_waiting: int) -> list[LeaseInfo]:
@@ -718,34 +683,16 @@ _CORE_FIELDS = tuple(
 )
 
 
-def _auxiliary(
-    device_blocks: int, host_blocks: int, counts: GroupStatistics
-) -> BlockGroupStatistics:
-    """Return the statistics of a group besides attention; all its evictions are for capacity."""
-    return BlockGroupStatistics(
-        device=TierStatistics(
-            blocks=device_blocks,
-            free=counts.device_free,
-            cached=counts.device_cached,
-            leased=device_blocks - counts.device_free - counts.device_cached,
-            in_flight=0,
-            evicted_by_cause={"capacity": counts.evicted_device},
-        ),
-        host=TierStatistics(
-            blocks=host_blocks,
-            free=counts.host_free,
-            cached=counts.host_cached,
-            leased=0,
-            in_flight=host_blocks - counts.host_free - counts.host_cached,
-            evicted_by_cause={"capacity": counts.evicted_host},
-        ),
-        set_aside_blocks=counts.device_set_aside,
-        onloaded_blocks=counts.onloaded,
-        offloaded_blocks=counts.saved,
-        fetched_blocks=counts.fetched,
-        unfetched_blocks=counts.unfetched,
-        saved_blocks=counts.stored,
-        unsaved_by_cause={"unsaved": counts.unstored},
-        received_blocks=counts.received,
-        sent_blocks=counts.sent,
-    )
+_GROUP_FIELDS = tuple(
+    name for name in BlockGroupStatistics.__struct_fields__ if name not in ("device", "host")
+)
+
+
+def _block_group(counts: GroupStatistics) -> BlockGroupStatistics:
+    fields = {name: getattr(counts, name) for name in _GROUP_FIELDS}
+    return BlockGroupStatistics(device=_tier(counts.device), host=_tier(counts.host), **fields)
+
+
+def _tier(counts: TierCounts) -> TierStatistics:
+    fields = {name: getattr(counts, name) for name in TierStatistics.__struct_fields__}
+    return TierStatistics(**fields)

@@ -111,11 +111,11 @@ class Saver:
         while True:
             if self.make_clean(num_blocks):
                 return None
-            evicted_blocks = self._core.statistics().evicted_device_blocks
+            evicted_blocks = self._core.statistics().attention.device.evicted_blocks
             result = attempt()
             if result or not self._core.must_look_further():
                 return result
-            if self._core.statistics().evicted_device_blocks > evicted_blocks:
+            if self._core.statistics().attention.device.evicted_blocks > evicted_blocks:
                 continue
             if num_blocks >= self._core.device_blocks:
                 return result

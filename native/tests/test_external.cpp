@@ -96,7 +96,7 @@ TEST(a_lost_parent_takes_the_blocks_below_it_along) {
     CHECK_EQ(cache.hit(prompt(7)), 0u);
     CHECK(cache.core.is_idle(lease));
     CHECK_EQ(cache.core.take_backups(), 0u);
-    CHECK_EQ(cache.core.statistics().host_free, 16u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 16u);
     cache.core.release(lease, 0);
 }
 
@@ -109,10 +109,10 @@ TEST(host_blocks_of_an_onload_survive_a_reset) {
     lease = cache.begin(prompt(7), {4, 5, 6, 7});
     const TransferId onload = cache.core.lease(lease).onloads.at(0);
     cache.core.reset();
-    CHECK_EQ(cache.core.statistics().host_free, 13u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 13u);
     CHECK(cache.core.violations().empty());
     cache.done(onload);
-    CHECK_EQ(cache.core.statistics().host_free, 16u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 16u);
     cache.core.release(lease, 0);
 }
 
@@ -144,7 +144,7 @@ TEST(a_block_that_a_fetch_has_brought_first_keeps_its_copy) {
     CHECK_EQ(cache.hit(prompt(7)), 2u);
     cache.done(save);
     CHECK_EQ(cache.hit(prompt(7)), 3u);
-    CHECK_EQ(cache.core.statistics().host_free, 13u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 13u);
     cache.core.release(reader, 0);
     cache.core.release(writer, 0);
 }

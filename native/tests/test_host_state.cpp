@@ -73,7 +73,7 @@ TEST(an_evicted_snapshot_is_restored_from_the_host) {
     CHECK(cache.core.wants_backups());
     CHECK_EQ(cache.save_all(), 1u);
     cache.serve(kOther);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).evicted_device, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device.evicted_blocks(), 1u);
     CHECK_EQ(cache.hit(kPrompt), 3u);
     const LeaseId id = cache.core.match(kPrompt, "").lease;
     CHECK(cache.core.allocate(id, 7) == Grant::kLoading);
@@ -82,7 +82,7 @@ TEST(an_evicted_snapshot_is_restored_from_the_host) {
     CHECK_EQ(cache.core.move(move).targets[0], cache.core.lease(id).recurrent.slot);
     cache.core.complete(move, Outcome::kDone, 0);
     CHECK_EQ(cache.core.lease(id).cached_tokens, 6u);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).onloaded, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).onloaded_blocks, 1u);
     cache.core.release(id, 0);
 }
 
@@ -138,12 +138,12 @@ TEST(a_save_of_a_dropped_block_frees_both_slots) {
     const TransferId save = cache.core.take_group_save();
     cache.core.reset();
     cache.check();
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 1u);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_free, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device.free, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host.free, 1u);
     cache.core.complete(save, Outcome::kDone, 0);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 2u);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_free, 2u);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).saved, 0u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device.free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host.free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).offloaded_blocks, 0u);
 }
 
 TEST(a_failed_save_is_tried_again_at_the_next_use) {
@@ -163,7 +163,7 @@ TEST(each_tier_is_forgotten_alone) {
     cache.serve(kPrompt);
     cache.save_all();
     cache.core.forget_host();
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host.free, 2u);
     CHECK_EQ(cache.hit(kPrompt), 3u);
     cache.core.reset();
     cache.serve(kPrompt);
@@ -171,8 +171,8 @@ TEST(each_tier_is_forgotten_alone) {
     cache.core.complete(blocks, Outcome::kDone, 0);
     cache.save_all();
     cache.core.forget_device();
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_cached, 0u);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_cached, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device.cached, 0u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host.cached, 1u);
 }
 
 TEST(the_selective_policy_counts_the_uses_of_the_block) {
@@ -181,5 +181,5 @@ TEST(the_selective_policy_counts_the_uses_of_the_block) {
     CHECK_EQ(cache.save_all(), 0u);
     cache.serve(kPrompt);
     CHECK_EQ(cache.save_all(), 1u);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_cached, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host.cached, 1u);
 }

@@ -465,7 +465,7 @@ TEST(a_deep_tree_is_walked_without_recursion) {
     cache.match(tokens);
     CHECK_EQ(cache.device_hit, 50'000u);
     cache.core.reset();
-    CHECK_EQ(cache.core.statistics().device_free, 50'001u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 50'001u);
 }
 
 // -- leases ----------------------------------------------------------------------------------
@@ -516,7 +516,7 @@ TEST(misuse_changes_nothing) {
     CHECK_EQ(cache.core.lease(id).tokens.size(), 3u);
     cache.release(id);
     CHECK_THROWS(LeaseError, (cache.core.release(id, 0), 0));
-    CHECK_EQ(cache.core.statistics().device_free, 10u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 10u);
 }
 
 TEST(the_first_of_two_copies_wins) {
@@ -532,7 +532,7 @@ TEST(the_first_of_two_copies_wins) {
     cache.release(a);
     CHECK_EQ(cache.core.evict_device(10), 0u);  // b holds refs on a's copies
     cache.release(b);
-    CHECK_EQ(cache.core.statistics().device_free, 8u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 8u);
 }
 
 TEST(all_leases_are_extended_or_none) {
@@ -566,7 +566,7 @@ TEST(host_blocks_are_onloaded) {
     cache.release(id);
     CHECK(cache.core.take_abandoned().empty());  // another lease waits for it
     cache.complete(onload, Outcome::kDone);
-    CHECK_EQ(cache.core.statistics().onloaded_blocks, 2u);
+    CHECK_EQ(cache.core.statistics().attention.onloaded_blocks, 2u);
     cache.release(joined);
     CHECK_THROWS(InternalError, (cache.core.complete(onload, Outcome::kDone, 0), 0));
 }
@@ -621,13 +621,13 @@ TEST(reset_leaves_leases_and_transfers_their_blocks) {  // I8
     cache.core.reset();
     cache.check();
     CHECK_EQ(cache.core.take_backups(), 0u);
-    CHECK_EQ(cache.core.statistics().host_free, 4u);  // the onload still reads two
+    CHECK_EQ(cache.core.statistics().attention.host.free, 4u);  // the onload still reads two
     cache.complete(cache.core.lease(reader).onloads[0], Outcome::kDone);
     CHECK_EQ(cache.core.commit(writer, 3, 0), 0u);
     cache.release(reader);
     cache.release(writer);
-    CHECK_EQ(cache.core.statistics().device_free, 6u);
-    CHECK_EQ(cache.core.statistics().host_free, 6u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 6u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 6u);
 }
 
 TEST(a_reset_without_leases_frees_all_blocks) {  // I8
@@ -642,15 +642,15 @@ TEST(a_reset_without_leases_frees_all_blocks) {  // I8
         cache.core.commit(other.lease, 3, 0);
         cache.release(other.lease);
         const std::uint32_t blocks = cache.core.statistics().nodes - 2;  // without the roots
-        const std::uint64_t before = cache.core.statistics().dropped_blocks;
+        const std::uint64_t before = total(cache.core.statistics().dropped_by_cause);
 
         cache.core.reset();
         cache.check();
-        CHECK_EQ(cache.core.statistics().dropped_blocks - before, blocks);
+        CHECK_EQ(total(cache.core.statistics().dropped_by_cause) - before, blocks);
         CHECK_EQ(cache.core.statistics().nodes, 1u);  // the root of the open context
         CHECK_EQ(cache.core.statistics().evictable_blocks, 0u);
-        CHECK_EQ(cache.core.statistics().device_free, 64u);
-        CHECK_EQ(cache.core.statistics().host_free, 64u);
+        CHECK_EQ(cache.core.statistics().attention.device.free, 64u);
+        CHECK_EQ(cache.core.statistics().attention.host.free, 64u);
         const LeaseId lease = cache.serve({1, 2, 3, 4, 5});
         CHECK_EQ(cache.device_hit + cache.host_hit, 0u);
         CHECK(cache.core.lease(lease).table == range(0, 3));
@@ -671,14 +671,14 @@ TEST(a_reset_with_leases_keeps_only_their_blocks) {  // I8
         while (const TransferId save = cache.core.take_backups()) {
             cache.complete(save, Outcome::kDone);
         }
-        const std::uint64_t before = cache.core.statistics().dropped_blocks;
+        const std::uint64_t before = total(cache.core.statistics().dropped_by_cause);
 
         cache.core.reset();
         cache.check();
-        CHECK_EQ(cache.core.statistics().dropped_blocks - before, 6u);
+        CHECK_EQ(total(cache.core.statistics().dropped_by_cause) - before, 6u);
         CHECK_EQ(cache.core.statistics().nodes, 4u);  // a root, and the three blocks of the reader
-        CHECK_EQ(cache.core.statistics().device_free, 64u - 4u - 2u);
-        CHECK_EQ(cache.core.statistics().host_free, 64u);
+        CHECK_EQ(cache.core.statistics().attention.device.free, 64u - 4u - 2u);
+        CHECK_EQ(cache.core.statistics().attention.host.free, 64u);
         CHECK(cache.core.lease(reader).table == table);
         CHECK_EQ(cache.core.commit(other, 5, 0), 0u);  // nothing of before the reset is cached
         const LeaseId again = cache.match({8, 9, 5, 0, 1});
@@ -690,7 +690,7 @@ TEST(a_reset_with_leases_keeps_only_their_blocks) {  // I8
         cache.release(reader);
         cache.release(other);
         cache.check();
-        CHECK_EQ(cache.core.statistics().device_free, 64u);
+        CHECK_EQ(cache.core.statistics().attention.device.free, 64u);
     }
 }
 
@@ -700,7 +700,7 @@ TEST(a_reset_leaves_a_transfer_its_blocks) {  // I8
     const TransferId save = cache.core.take_backups();
     cache.core.reset();
     cache.check();
-    CHECK_EQ(cache.core.statistics().host_free, 6u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 6u);
     const LeaseId lease = cache.serve({1, 2, 3, 4, 5, 6});
     CHECK_EQ(cache.device_hit, 0u);
     CHECK(cache.core.lease(lease).table == range(2, 5));
@@ -708,8 +708,8 @@ TEST(a_reset_leaves_a_transfer_its_blocks) {  // I8
     cache.release(lease);
     cache.core.reset();
     cache.check();
-    CHECK_EQ(cache.core.statistics().device_free, 8u);
-    CHECK_EQ(cache.core.statistics().host_free, 8u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 8u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 8u);
 }
 
 TEST(a_detached_block_has_no_children) {
@@ -750,15 +750,15 @@ TEST(reset_frees_the_unused_blocks_of_both_tiers_and_of_unfinished_steps) {  // 
 
     cache.core.reset();
     cache.check();
-    CHECK_EQ(cache.core.statistics().dropped.of(EvictionCause::kReset), 55u);
+    CHECK_EQ(cache.core.statistics().dropped_by_cause.at("reset"), 55u);
     CHECK_EQ(cache.core.statistics().evictable_blocks, 0u);
-    CHECK(cache.core.statistics().device_cooling > 0);
+    CHECK(cache.core.unfinished_step() > 0);
     cache.complete(save, Outcome::kDone);
     cache.release(reader);
     cache.core.finish_step(5);
     cache.check();
-    CHECK_EQ(cache.core.statistics().device_free, 64u);
-    CHECK_EQ(cache.core.statistics().host_free, 64u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 64u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 64u);
     cache.release(cache.serve(prompt(100)));
     CHECK_EQ(cache.device_hit + cache.host_hit, 0u);
 }
@@ -776,7 +776,7 @@ TEST(resize_refuses_blocks_in_use) {
     cache.core.resize_device(1);
     cache.check();
     cache.core.resize_device(100);
-    CHECK_EQ(cache.core.statistics().device_free, 99u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 99u);
 }
 
 TEST(resize_succeeds_when_the_last_of_leases_transfers_and_steps_has_ended) {
@@ -881,7 +881,7 @@ TEST(a_refused_fork_evicts_nothing) {
     core.allocate(parent, 6);
     core.match(cached, "");
     CHECK_THROWS(UsageError, core.fork(parent, 0));
-    CHECK_EQ(core.statistics().evicted_device_blocks, 0u);
+    CHECK_EQ(core.statistics().attention.device.evicted_blocks(), 0u);
     CHECK_EQ(core.statistics().leases, 2u);
     CHECK(core.violations().empty());
 }
@@ -902,7 +902,7 @@ TEST(more_than_65535_leases_share_a_block) {
     CHECK_EQ(cache.core.evict_device(1), 0u);
     for (const LeaseId id : ids) cache.core.release(id, 0);
     CHECK_EQ(cache.core.evict_device(kLeases), 1u);
-    CHECK_EQ(cache.core.statistics().device_free, kLeases + 10);
+    CHECK_EQ(cache.core.statistics().attention.device.free, kLeases + 10);
 }
 
 TEST(lease_ids_are_not_reused) {

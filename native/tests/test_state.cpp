@@ -126,12 +126,12 @@ TEST(moves_name_the_snapshot_or_zeros_and_wait_for_its_step) {
     CHECK(move.targets[0] != saved);
     cache.core.finish_step(5);
     cache.core.release(id, 6);  // the target is the move's until that has ended
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device.free, 1u);
     cache.check();
     for (const TransferId abandoned : cache.core.take_abandoned()) {
         cache.core.complete(abandoned, Outcome::kCancelled, 0);
     }
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device.free, 2u);
 }
 
 TEST(the_only_slot_passes_to_the_lease_without_a_copy) {
@@ -141,7 +141,7 @@ TEST(the_only_slot_passes_to_the_lease_without_a_copy) {
     const LeaseId id = cache.matched(kPrompt);
     CHECK(cache.core.allocate(id, 7) == Grant::kReady);
     CHECK_EQ(cache.core.lease(id).cached_tokens, 6u);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_cached, 0u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device.cached, 0u);
     const LeaseId late = cache.matched({8, 8});
     CHECK(cache.core.allocate(late, 2) == Grant::kNone);
     for (const LeaseId lease : {other, id, late}) cache.core.release(lease, 0);
@@ -178,7 +178,7 @@ TEST(dropping_a_block_drops_its_snapshot) {
     Cache cache(2);
     cache.serve(kPrompt, 6);
     cache.core.evict_device(1);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_cached, 0u);
-    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device.cached, 0u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device.free, 2u);
     CHECK_EQ(cache.hit(kPrompt), 0u);
 }

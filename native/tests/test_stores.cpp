@@ -193,14 +193,14 @@ TEST(a_fetch_inserts_the_proven_prefix_only_at_its_end) {
     const LeaseId lease = cache.match(kPrompt);
     const TransferId fetch = cache.fetch(lease, 3);
     CHECK_EQ(cache.core.store_transfer(fetch).host_blocks.size(), 3u);
-    CHECK_EQ(cache.core.statistics().host_in_flight, 3u);
+    CHECK_EQ(cache.core.statistics().attention.host.in_flight, 3u);
     CHECK(cache.hit(kPrompt) == Blocks(0, 0));
     cache.core.release(lease, 0);  // the fetch goes on
     cache.complete(fetch, Outcome::kFailed, 2);
     CHECK(cache.hit(kPrompt) == Blocks(0, 2));
-    CHECK_EQ(cache.core.statistics().host_free, 6u);
-    CHECK_EQ(cache.core.statistics().fetched_blocks, 2u);
-    CHECK_EQ(cache.core.statistics().unfetched_blocks, 1u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 6u);
+    CHECK_EQ(cache.core.statistics().attention.fetched_blocks, 2u);
+    CHECK_EQ(cache.core.statistics().attention.unfetched_blocks, 1u);
     CHECK_EQ(cache.core.evict_host(9), 2u);
 }
 
@@ -209,7 +209,7 @@ TEST(a_cancelled_fetch_leaves_nothing) {
     const TransferId fetch = cache.fetch(cache.match(kPrompt));
     cache.complete(fetch, Outcome::kCancelled, 4);
     CHECK(cache.hit(kPrompt) == Blocks(0, 0));
-    CHECK_EQ(cache.core.statistics().host_free, 8u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 8u);
     CHECK_THROWS(InternalError, cache.core.complete(fetch, Outcome::kDone, 0));
 }
 
@@ -257,7 +257,7 @@ TEST(a_late_fetch_is_replaced_and_joined_no_more) {
         if (late_ends_first) CHECK_EQ(cache.fetch(cache.match({1, 2, 3, 4, 5, 6, 0})), fetch);
         cache.complete(late_ends_first ? fetch : late);
         CHECK(cache.hit(kPrompt) == Blocks(0, 4));
-        CHECK_EQ(cache.core.statistics().host_free, 4u);
+        CHECK_EQ(cache.core.statistics().attention.host.free, 4u);
     }
 }
 
@@ -279,9 +279,9 @@ TEST(the_first_proof_of_a_block_wins) {
     const TransferId fetch = cache.fetch(cache.match(kPrompt));
     const LeaseId lease = cache.backed_up({1, 2, 3, 4});  // two blocks with host copies
     cache.computed({1, 2, 3, 4, 5, 6});                   // and one on the device only
-    const std::uint32_t free = cache.core.statistics().host_free;
+    const std::uint32_t free = cache.core.statistics().attention.host.free;
     cache.complete(fetch);
-    CHECK_EQ(cache.core.statistics().host_free, free + 2);
+    CHECK_EQ(cache.core.statistics().attention.host.free, free + 2);
     CHECK(cache.hit(kPrompt) == Blocks(3, 1));
     cache.core.release(lease, 0);
     CHECK_EQ(cache.save(), 0u);  // the stores have them
@@ -293,15 +293,15 @@ TEST(a_reset_detaches_fetches_and_saves) {
     const TransferId fetch = cache.fetch(cache.match(kPrompt));
     const TransferId other = cache.fetch(cache.match({7, 7, 7}));
     const TransferId save = cache.save();
-    const std::uint32_t free = cache.core.statistics().host_free;
+    const std::uint32_t free = cache.core.statistics().attention.host.free;
     cache.core.reset();
     cache.check();
-    CHECK_EQ(cache.core.statistics().host_free, free);  // those of the save, too
+    CHECK_EQ(cache.core.statistics().attention.host.free, free);  // those of the save, too
     cache.complete(save);
-    CHECK_EQ(cache.core.statistics().host_free, free + 2);
+    CHECK_EQ(cache.core.statistics().attention.host.free, free + 2);
     cache.complete(other);
     cache.complete(fetch);
-    CHECK_EQ(cache.core.statistics().host_free, 12u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 12u);
     CHECK(cache.hit({7, 7, 7}) == Blocks(0, 0));
 }
 
@@ -395,7 +395,7 @@ TEST(a_saved_block_is_known_after_its_host_copy_was_lost) {
     CHECK(cache.core.allocate(again, 5) == Grant::kReady);
     cache.complete(cache.core.take_backups());
     CHECK_EQ(cache.save(), 0u);
-    CHECK_EQ(cache.core.statistics().saved_blocks, 2u);
+    CHECK_EQ(cache.core.statistics().attention.saved_blocks, 2u);
 }
 
 TEST(blocks_that_stores_wait_for_replace_host_copies_that_wait_for_no_save) {
@@ -422,7 +422,7 @@ TEST(early_copies_that_stores_wait_for_come_first) {
     cache.computed({1, 2, 3});  // the second use
     cache.complete(cache.core.take_backups());
     CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 1u);
-    CHECK_EQ(cache.core.statistics().offloaded_blocks, 1u);
+    CHECK_EQ(cache.core.statistics().attention.offloaded_blocks, 1u);
 }
 
 TEST(refused_and_failed_blocks_are_saved_after_their_next_use) {
@@ -432,9 +432,9 @@ TEST(refused_and_failed_blocks_are_saved_after_their_next_use) {
     CHECK_THROWS(UsageError,
                  cache.core.complete(save, Outcome::kDone, 0, std::vector<std::uint8_t>{0}));
     cache.complete(save, Outcome::kFailed, 0, {0, 3, 4});
-    CHECK_EQ(cache.core.statistics().saved_blocks, 1u);
-    CHECK_EQ(cache.core.statistics().refused_saves, 1u);
-    CHECK_EQ(cache.core.statistics().failed_saves, 1u);
+    CHECK_EQ(cache.core.statistics().attention.saved_blocks, 1u);
+    CHECK_EQ(cache.core.statistics().attention.unsaved_by_cause.at("refused"), 1u);
+    CHECK_EQ(cache.core.statistics().attention.unsaved_by_cause.at("failed"), 1u);
     CHECK_EQ(cache.save(), 0u);
     CHECK(cache.core.allocate(cache.match({1, 2, 3, 4, 5, 6, 7}), 7) == Grant::kReady);
     CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 2u);
@@ -484,10 +484,10 @@ TEST(blocks_near_host_eviction_are_saved_ahead) {
     cache.complete(save);
     CHECK_EQ(cache.save(), 0u);
     CHECK_EQ(cache.core.evict_host(2), 2u);
-    CHECK_EQ(cache.core.statistics().dropped_saves, 0u);
+    CHECK_EQ(cache.core.statistics().attention.unsaved_by_cause.at("dropped"), 0u);
     CHECK_EQ(cache.core.evict_device(9), 2u);
     CHECK_EQ(cache.core.evict_host(9), 2u);  // before they were saved
-    CHECK_EQ(cache.core.statistics().dropped_saves, 2u);
+    CHECK_EQ(cache.core.statistics().attention.unsaved_by_cause.at("dropped"), 2u);
 }
 
 TEST(the_queue_of_saves_is_bounded) {
@@ -495,7 +495,7 @@ TEST(the_queue_of_saves_is_bounded) {
     config.stores.queue_blocks = 3;
     Cache cache(config);
     cache.backed_up({1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
-    CHECK_EQ(cache.core.statistics().dropped_saves, 2u);
+    CHECK_EQ(cache.core.statistics().attention.unsaved_by_cause.at("dropped"), 2u);
     CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 3u);
     CHECK(!cache.core.wants_saves());
 }

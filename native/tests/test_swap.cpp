@@ -70,7 +70,7 @@ TEST(a_swap_moves_the_tail_behind_the_path) {
     const Transfer& out = cache.core.transfer(cache.core.lease(id).swap_transfer);
     CHECK(out.device_blocks == table);
     CHECK_EQ(out.nodes.size(), 2u);
-    CHECK_EQ(cache.core.statistics().host_in_flight, 3u);
+    CHECK_EQ(cache.core.statistics().attention.host.in_flight, 3u);
     CHECK_THROWS(LeaseError, cache.core.commit(id, 5, 0));
     CHECK_THROWS(LeaseError, cache.core.truncate(id, 5, 0));
     CHECK_THROWS(LeaseError, cache.core.swap_out(id, 0));
@@ -84,7 +84,7 @@ TEST(a_swap_moves_the_tail_behind_the_path) {
     cache.check();
     CHECK_EQ(cache.core.lease(id).cached_tokens, 5u);
     cache.complete(cache.core.lease(id).onloads.front());
-    CHECK_EQ(cache.core.statistics().host_free, 2u);  // the path stays cached
+    CHECK_EQ(cache.core.statistics().attention.host.free, 2u);  // the path stays cached
     cache.core.release(id, 0);
 }
 
@@ -94,7 +94,7 @@ TEST(a_swap_without_room_changes_nothing) {
     const LeaseId second = cache.computed({9, 9, 9, 9, 9});
     CHECK(!cache.swap_out(second));
     CHECK(cache.core.lease(second).has_blocks());
-    CHECK_EQ(cache.core.statistics().host_free, 2u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 2u);
     cache.core.release(first, 0);
     CHECK(cache.swap_out(second));  // takes the blocks that are no longer held
     cache.complete(cache.core.lease(second).swap_transfer);
@@ -109,7 +109,8 @@ TEST(a_failed_swap_keeps_the_table) {
     cache.complete(cache.core.lease(id).swap_transfer, Outcome::kFailed, 2);
     CHECK(cache.core.lease(id).has_blocks() && !cache.core.lease(id).is(LeaseState::kSwapped));
     CHECK(cache.core.lease(id).table == table);
-    CHECK_EQ(cache.core.statistics().host_free, 2u);  // the blocks that arrived are backups
+    CHECK_EQ(cache.core.statistics().attention.host.free,
+             2u);  // the blocks that arrived are backups
     cache.core.release(id, 0);
 }
 
@@ -120,9 +121,9 @@ TEST(blocks_moving_for_a_released_lease_are_freed_at_the_end) {
     const TransferId out = cache.core.lease(id).swap_transfer;
     cache.core.release(id, 0);
     cache.check();
-    CHECK_EQ(cache.core.statistics().device_free, 1u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 1u);
     cache.complete(out);
-    CHECK_EQ(cache.core.statistics().device_free, 2u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 2u);
     const LeaseId other = cache.swapped({7, 7, 7});
     cache.core.evict_device(9);
     CHECK(cache.core.allocate(other, 3) == Grant::kLoading);
@@ -131,7 +132,7 @@ TEST(blocks_moving_for_a_released_lease_are_freed_at_the_end) {
     cache.check();
     CHECK_EQ(cache.core.take_abandoned().size(), 1u);
     cache.complete(in, Outcome::kCancelled);
-    CHECK_EQ(cache.core.statistics().device_free, 4u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 4u);
 }
 
 TEST(blocks_from_before_a_reset_are_not_published_after_a_resume) {
@@ -140,7 +141,7 @@ TEST(blocks_from_before_a_reset_are_not_published_after_a_resume) {
         const LeaseId id = cache.swapped(prompt);
         cache.core.reset();
         cache.check();
-        CHECK_EQ(cache.core.statistics().host_free, 4u);
+        CHECK_EQ(cache.core.statistics().attention.host.free, 4u);
         CHECK(cache.core.allocate(id, 6) == Grant::kReady);
         CHECK_EQ(cache.core.lease(id).cached_tokens, 0u);
         cache.core.release(id, 0);
@@ -153,8 +154,8 @@ TEST(a_swap_interrupted_by_a_reset_keeps_nothing) {
     CHECK(cache.swap_out(id));
     cache.core.reset();
     cache.complete(cache.core.lease(id).swap_transfer);
-    CHECK_EQ(cache.core.statistics().device_free, 4u);
-    CHECK_EQ(cache.core.statistics().host_free, 4u);
+    CHECK_EQ(cache.core.statistics().attention.device.free, 4u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 4u);
     cache.core.release(id, 0);
 }
 
@@ -189,11 +190,11 @@ TEST(steps_follow_blocks_through_swap_and_fork) {
     const TransferId out = cache.core.lease(fork.lease).swap_transfer;
     CHECK_EQ(cache.core.transfer(out).after_step, 2u);  // the clone's, not the open one
     cache.complete(out);
-    CHECK_EQ(cache.core.statistics().device_cooling, 1u);
+    CHECK_EQ(cache.core.unfinished_step(), 3u);
     cache.core.release(fork.lease, 3);
     cache.core.release(id, 3);
     cache.core.finish_step(3);
-    CHECK_EQ(cache.core.statistics().device_cooling, 0u);
+    CHECK_EQ(cache.core.unfinished_step(), 0u);
 }
 
 TEST(a_fork_shares_what_is_indexed) {
@@ -228,5 +229,5 @@ TEST(more_than_511_swapped_leases_share_a_block) {
     CHECK(cache.core.allocate(ids.back(), 3) == Grant::kLoading);
     cache.complete(cache.core.lease(ids.back()).onloads[0]);
     cache.core.release(ids.back(), 0);
-    CHECK_EQ(cache.core.statistics().host_free, 699u);
+    CHECK_EQ(cache.core.statistics().attention.host.free, 699u);
 }

@@ -37,8 +37,9 @@ class Walk {
         core_.finish_step(step_);
         const CoreStatistics s = core_.statistics();
         CHECK_EQ(s.leases + s.releasing_leases, 0u);
-        CHECK_EQ(s.device_leased + s.device_in_flight + s.host_in_flight, 0u);
-        CHECK_EQ(s.device_free + s.device_cached, core_.device_blocks());
+        const TierCounts& device = s.attention.device;
+        CHECK_EQ(device.leased + device.in_flight + s.attention.host.in_flight, 0u);
+        CHECK_EQ(device.free + device.cached, core_.device_blocks());
         for (const std::string& line : core_.violations()) check::fail("violations", 0, line);
     }
 

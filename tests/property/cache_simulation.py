@@ -156,9 +156,9 @@ class CacheSimulation(RuleBasedStateMachine):
     @rule()
     def flush_backups(self) -> None:
         """Begin the saves queued by uses, then those of the watermark."""
-        evicted = self.core.statistics().evicted_host_blocks
+        evicted = self.core.statistics().attention.host.evicted_blocks
         plan = self.manager.save_early()
-        evicted = self.core.statistics().evicted_host_blocks - evicted
+        evicted = self.core.statistics().attention.host.evicted_blocks - evicted
         device_ids = [] if plan is None else plan.source_ids.tolist()
         blocks = self.model.adopt_early_copies(self.reclaimed(), evicted, device_ids)
         if plan is not None:
@@ -169,9 +169,10 @@ class CacheSimulation(RuleBasedStateMachine):
 
     @rule(wanted=st.integers(0, 6))
     def save_ahead(self, wanted: int) -> None:
-        evicted = self.core.statistics().evicted_host_blocks
+        evicted = self.core.statistics().attention.host.evicted_blocks
         plan = self.manager.make_clean(wanted)
-        self.saved_ahead(wanted, plan, self.core.statistics().evicted_host_blocks - evicted)
+        evicted = self.core.statistics().attention.host.evicted_blocks - evicted
+        self.saved_ahead(wanted, plan, evicted)
 
     def saved_ahead(self, wanted: int, plan: TransferPlan | None, evicted: int) -> None:
         device_ids = [] if plan is None else plan.source_ids.tolist()
@@ -350,15 +351,16 @@ class CacheSimulation(RuleBasedStateMachine):
         )
         assert found == Counter(map(_as_dumped, self.model.blocks.values()))
         statistics = self.core.statistics()
-        assert statistics.device_free == len(self.model.device_free)
-        assert statistics.host_free == len(self.model.host_free)
+        device, host = statistics.attention.device, statistics.attention.host
+        assert device.free == len(self.model.device_free)
+        assert host.free == len(self.model.host_free)
         assert statistics.evictable_blocks == len(self.model.idle("device"))
         assert statistics.leases == len(self.callers)
         assert statistics.releasing_leases == sum(lease.released for lease in self.model.leases)
-        total = statistics.device_free + statistics.device_cached + statistics.device_leased
-        assert total + statistics.device_in_flight == self.model.capacity
-        total = statistics.host_free + statistics.host_cached + statistics.host_in_flight
-        assert total == self.manager.config.host_blocks
+        total = device.free + device.cached + device.leased + device.in_flight
+        assert total == device.blocks == self.model.capacity
+        total = host.free + host.cached + host.in_flight
+        assert total == host.blocks == self.manager.config.host_blocks
 
     @invariant()
     def saving_runs_ahead(self) -> None:
@@ -404,8 +406,8 @@ class CacheSimulation(RuleBasedStateMachine):
             subscriber.take_all()
             subscriber.check(())
         statistics = self.core.statistics()
-        assert statistics.device_free == self.model.capacity
-        assert statistics.host_free == self.manager.config.host_blocks
+        assert statistics.attention.device.free == self.model.capacity
+        assert statistics.attention.host.free == self.manager.config.host_blocks
         assert statistics.leases == 0
         assert statistics.nodes == 1, "roots of unused contexts are kept"
         assert self.core.violations() == []

@@ -85,12 +85,12 @@ class CacheMachine(CacheSimulation):
             self.refused(RequestTooLarge, self.core.allocate, caller.id, num_tokens)
             self.refused(RequestTooLarge, self.core.can_allocate, caller.id, num_tokens)
             return False
-        evicted = self.core.statistics().evicted_device_blocks
+        evicted = self.core.statistics().attention.device.evicted_blocks
         expected = self.core.can_allocate(caller.id, num_tokens)
-        assert self.core.statistics().evicted_device_blocks == evicted
+        assert self.core.statistics().attention.device.evicted_blocks == evicted
         granted = self.core.allocate(caller.id, num_tokens)
         assert bool(granted) == expected
-        evicted = self.core.statistics().evicted_device_blocks - evicted
+        evicted = self.core.statistics().attention.device.evicted_blocks - evicted
         assert bool(granted) == self.model.allocate(lease, num_tokens, evicted)
         if not granted:
             return False
@@ -125,11 +125,11 @@ class CacheMachine(CacheSimulation):
         while not granted:
             plans = set(self.plans)
             self.save_ahead(wanted)
-            evicted = self.core.statistics().evicted_device_blocks
+            evicted = self.core.statistics().attention.device.evicted_blocks
             granted = set(self.plans) == plans and self.try_allocate(caller, num_tokens)
             if granted or set(self.plans) != plans or not self.core.must_look_further():
                 break
-            if self.core.statistics().evicted_device_blocks == evicted:
+            if self.core.statistics().attention.device.evicted_blocks == evicted:
                 if wanted >= self.model.capacity:
                     break
                 wanted = min(2 * wanted, self.model.capacity)
@@ -297,9 +297,9 @@ class CacheMachine(CacheSimulation):
         if len(set(ids)) < len(ids):
             self.refused(LeaseError, self.core.extend, ids, more)
             return
-        evicted = self.core.statistics().evicted_device_blocks
+        evicted = self.core.statistics().attention.device.evicted_blocks
         extended = self.core.extend(ids, more)
-        evicted = self.core.statistics().evicted_device_blocks - evicted
+        evicted = self.core.statistics().attention.device.evicted_blocks - evicted
         assert extended == self.model.extend([c.model for c in chosen], more, evicted)
         for caller in chosen if extended else []:
             old = len(caller.model.table)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiokv._native import Core, EventStream
+from aiokv._native import Core, CoreStatistics, EventStream, GroupStatistics, TierCounts
 from aiokv.errors import AiokvError
 from tests.property.test_core_walks import walk
 
@@ -47,9 +47,9 @@ def plain(answer: Any) -> Any:
         return type(answer), str(answer)
     if hasattr(answer, "tolist"):
         return answer.tolist()
-    if hasattr(answer, "device_free"):
+    if isinstance(answer, CoreStatistics | GroupStatistics | TierCounts):
         names = {name for name in dir(answer) if not name.startswith("_")} - OF_DIGESTS
-        return {name: getattr(answer, name) for name in names}
+        return {name: plain(getattr(answer, name)) for name in names}
     return answer
 
 

@@ -231,7 +231,7 @@ class ExternalMachine(RuleBasedStateMachine):
         assert now == before
         if kept is None or not caller.computed == len(caller.table) * self.bt <= len(caller.tokens):
             return
-        free = self.core.statistics().host_free
+        free = self.core.statistics().attention.host.free
         none = np.array([], np.int32)
         queued = self.core.commit_blocks(caller.id, none, none, None, 0, kept)
         if kept >= len(caller.table):
@@ -436,7 +436,7 @@ class ExternalMachine(RuleBasedStateMachine):
     @rule()
     def rest(self) -> None:
         """End all transfers: every lease is idle, and what was committed is cached."""
-        evicted = self.core.statistics().evicted_host_blocks
+        evicted = self.core.statistics().attention.host.evicted_blocks
         for _ in range(3):
             for transfer_id in sorted(self.moving):
                 self.end(transfer_id, len(self.moving[transfer_id].device))
@@ -446,7 +446,7 @@ class ExternalMachine(RuleBasedStateMachine):
         assert all(self.core.is_idle(c.id) for c in self.callers)
         self.device.collect(self.core.is_idle)
         assert self.core.statistics().releasing_leases == 0
-        evicted_now = self.core.statistics().evicted_host_blocks
+        evicted_now = self.core.statistics().attention.host.evicted_blocks
         if not self.losses and not evicted_now and not evicted:
             for prefix in self.committed:
                 probe = np.array([*prefix, 0], np.int32)

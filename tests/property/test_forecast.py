@@ -88,13 +88,13 @@ class Walk:
             if transfer_id := self.core.take_write_backs(wanted):
                 self.transfers.append(transfer_id)
                 return False
-            evicted = self.core.statistics().evicted_device_blocks
+            evicted = self.core.statistics().attention.device.evicted_blocks
             if verb():
                 self.seen["later attempt"] += 1
                 return True
             if not self.core.must_look_further():
                 return False
-            if self.core.statistics().evicted_device_blocks == evicted:
+            if self.core.statistics().attention.device.evicted_blocks == evicted:
                 if wanted >= self.core.device_blocks:
                     return False
                 wanted = min(2 * wanted, self.core.device_blocks)
@@ -202,7 +202,8 @@ class Walk:
 
 def counted(core: Core) -> tuple[int, ...]:
     s = core.statistics()
-    return (s.device_free, s.device_leased, s.host_free, s.evicted_device_blocks, s.grants)
+    device, host = s.attention.device, s.attention.host
+    return (device.free, device.leased, host.free, device.evicted_blocks, s.grants)
 
 
 def test_forecasts_equal_attempts():

@@ -37,12 +37,12 @@ def test_each_id_is_allocated_once(capacity, calls):
             lease = sorted(tables)[number % len(tables)]
             core.release(lease)
             model.give_back(tables.pop(lease))
-        assert core.statistics().device_free == len(model.free)
+        assert core.statistics().attention.device.free == len(model.free)
         assert core.violations() == []
     for lease, table in tables.items():
         core.release(lease)
         model.give_back(table)
-    assert core.statistics().device_free == capacity == len(model.free)
+    assert core.statistics().attention.device.free == capacity == len(model.free)
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))

@@ -539,7 +539,7 @@ class StateMachine(RuleBasedStateMachine):
         self.note_reset()
 
     def note_reset(self) -> None:
-        assert self.core.group_statistics(STATE_GROUP).device_cached == 0
+        assert self.core.group_statistics(STATE_GROUP).device.cached == 0
         self.device.snapshots.clear()
         self.host.snapshots.clear()
 
@@ -550,10 +550,10 @@ class StateMachine(RuleBasedStateMachine):
         assert self.core.violations() == []
         statistics = self.core.group_statistics(STATE_GROUP)
         self.queued &= set(self.device.snapshots)
-        assert statistics.device_cached == len(self.device.snapshots)
-        assert statistics.device_free == self.free_slots(self.device)
-        assert statistics.host_cached == len(self.host.snapshots)
-        assert statistics.host_free == self.free_slots(self.host)
+        assert statistics.device.cached == len(self.device.snapshots)
+        assert statistics.device.free == self.free_slots(self.device)
+        assert statistics.host.cached == len(self.host.snapshots)
+        assert statistics.host.free == self.free_slots(self.host)
         for tier in (self.device, self.host):
             for prefix, slot in tier.snapshots.items():
                 assert tier.content[slot] == prefix

@@ -8,6 +8,7 @@ stores get no other bytes under the digest of a block.
 from __future__ import annotations
 
 import os
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -142,9 +143,10 @@ class StoreMachine(CacheMachine):
     @invariant()
     def counts_agree(self) -> None:
         statistics = self.core.statistics()
-        assert statistics.dropped_saves == self.model.dropped
+        assert statistics.attention.unsaved_by_cause["dropped"] == self.model.dropped
         assert statistics.hit_store_tokens == self.model.hit_blocks * self.bt
-        assert statistics.host_in_flight >= sum(len(f.host) for f in self.model.fetches.values())
+        fetched = sum(len(fetch.host) for fetch in self.model.fetches.values())
+        assert statistics.attention.host.in_flight >= fetched
         assert self.core.wants_saves() or not self.due()
 
     def due(self) -> bool:
@@ -198,7 +200,9 @@ def test_walks_reach_fetches_saves_and_their_failures() -> None:
         for seed in range(24)
     ]
     for name in (
-        "fetches", "fetched_blocks", "unfetched_blocks", "hit_store_tokens", "saved_blocks",
-        "dropped_saves", "refused_saves", "failed_saves", "reclaimed_host_copies",
+        "fetches", "attention.fetched_blocks", "attention.unfetched_blocks", "hit_store_tokens",
+        "attention.saved_blocks", "reclaimed_host_copies",
     ):  # fmt: skip
-        assert sum(getattr(s, name) for s in statistics) > 0, name
+        assert sum(map(attrgetter(name), statistics)) > 0, name
+    for cause in ("dropped", "refused", "failed"):
+        assert sum(s.attention.unsaved_by_cause[cause] for s in statistics) > 0, cause

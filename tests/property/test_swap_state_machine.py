@@ -356,8 +356,8 @@ class SwapMachine(RuleBasedStateMachine):
         self.core.reset()
         statistics = self.core.statistics()
         assert self.core.violations() == []
-        assert statistics.device_free == self.core.device_blocks
-        assert statistics.host_free == self.host_blocks
+        assert statistics.attention.device.free == self.core.device_blocks
+        assert statistics.attention.host.free == self.host_blocks
 
 
 TestSwap = SwapMachine.TestCase

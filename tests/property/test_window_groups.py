@@ -422,7 +422,7 @@ class Cache:
 def window_blocks(core: Core) -> tuple[int, int, int]:
     """Return the numbers of free, cached and set aside blocks of the first window group."""
     group = core.group_statistics(0)
-    return group.device_free, group.device_cached, group.device_set_aside
+    return group.device.free, group.device.cached, group.set_aside_blocks
 
 
 def test_blocks_behind_the_window_are_freed_and_indices_do_not_change():

@@ -138,15 +138,15 @@ def test_swap_that_exceeds_the_host_evicts_no_host_block():
     assert core.swap_out(held)
     assert core.evict_device(2) == 2
     five = compute(21, 22, 23, 24, 25, writes=False)
-    before = core.statistics()
-    assert (before.host_free, before.host_cached) == (2, 4)
+    before = core.statistics().attention.host
+    assert (before.free, before.cached) == (2, 4)
     assert not core.swap_out(five)
-    after = core.statistics()
-    assert (after.host_free, after.host_cached, after.evicted_host_blocks) == (2, 4, 0)
+    after = core.statistics().attention.host
+    assert (after.free, after.cached, after.evicted_blocks) == (2, 4, 0)
     assert core.violations() == []
     four = compute(31, 32, 33, 34, writes=False)
     assert core.swap_out(four)
-    assert core.statistics().evicted_host_blocks == 2
+    assert core.statistics().attention.host.evicted_blocks == 2
     core.complete(core.swap_transfer(four), DONE)
     for lease_id in (held, five, four):
         core.release(lease_id)

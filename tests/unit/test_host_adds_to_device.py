@@ -62,17 +62,17 @@ def test_evicted_blocks_are_saved_and_replace_the_oldest_of_the_host(policy: Sav
         assert serve(core, tokens) == (0, 0)
     found = [core.match(tokens)[1:] for tokens in PROMPTS[:3]]
     assert found == [(0, 0), (0, BLOCKS), (BLOCKS, 0)]
-    assert core.statistics().offloaded_blocks == 2 * BLOCKS
+    assert core.statistics().attention.offloaded_blocks == 2 * BLOCKS
 
 
 def test_early_copies_take_free_host_blocks_alone():
     core = new_core(SavePolicy.WRITE_THROUGH, host_blocks=BLOCKS + 1)
     serve(core, PROMPTS[0])
-    assert core.statistics().host_free == 1
+    assert core.statistics().attention.host.free == 1
     serve(core, PROMPTS[1])
     statistics = core.statistics()
-    assert statistics.offloaded_blocks == BLOCKS + 1, "one early copy fits"
-    assert statistics.evicted_host_blocks == statistics.skipped_backups == 0
+    assert statistics.attention.offloaded_blocks == BLOCKS + 1, "one early copy fits"
+    assert statistics.attention.host.evicted_blocks == statistics.skipped_backups == 0
 
 
 def test_copies_of_device_blocks_give_way_before_blocks_on_the_host_alone():

@@ -27,4 +27,4 @@ def test_lease_that_joins_the_onload_of_its_swapped_table_again_loses_no_block()
     core.release(lease)
     assert core.violations() == []
     statistics = core.statistics()
-    assert statistics.device_free + statistics.device_cached == 8
+    assert statistics.attention.device.free + statistics.attention.device.cached == 8

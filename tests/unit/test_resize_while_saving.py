@@ -29,5 +29,5 @@ def test_resize_is_refused_while_a_save_keeps_dropped_blocks() -> None:
     assert core.violations() == []
     core.complete(save, Outcome.DONE, 3)
     core.resize_device(1)
-    assert core.statistics().device_free == 1
+    assert core.statistics().attention.device.free == 1
     assert core.violations() == []

@@ -39,7 +39,7 @@ def test_unsaved_block_that_is_out_of_the_queue_joins_the_next_save():
     assert core.evict_device(1) == 0, "its child holds the first block up"
     serve(core, 4)
     save(core, 3)  # the first block, and 4
-    assert core.statistics().offloaded_blocks == 3
+    assert core.statistics().attention.offloaded_blocks == 3
     core.complete(onload, Outcome.DONE)
     assert core.evict_device(3) == 3, "all are saved"
     assert core.match(np.array([1, 2, 3], np.int32))[1:] == (0, 2)
@@ -54,10 +54,10 @@ def test_block_is_dropped_unsaved_when_no_host_block_can_be_evicted():
     core.commit(lease, 2)
     assert core.swap_out(lease)
     core.complete(core.swap_transfer(lease), Outcome.DONE)
-    assert core.statistics().host_free == 0
+    assert core.statistics().attention.host.free == 0
     serve(core, 1)
     assert core.evict_device(1) == 1
-    assert core.statistics().dropped_blocks == 1
+    assert sum(core.statistics().dropped_by_cause.values()) == 1
     core.release(lease)
     serve(core, 2)
     assert core.evict_device(1) == 0, "a host block is free now: it must be saved first"

@@ -145,7 +145,7 @@ class AuxiliaryGroups {
         if (number == kRecurrentState && !state_.exists()) return {};
         GroupStatistics s = group(number).statistics();
         if (number >= 0 && !external_.exist())
-            s.device_set_aside = windows_.group(static_cast<std::size_t>(number)).reserved;
+            s.set_aside_blocks = windows_.group(static_cast<std::size_t>(number)).reserved;
         return s;
     }
 

@@ -74,6 +74,7 @@ class BlockGroup {
     BlockId taken(BlockId id, bool evicts);
 
     GroupId number_;
+    std::uint32_t device_blocks_;  // those of a server are not in the pool
     Index& index_;
     std::uint64_t evicted_ = 0;  // device copies
 };

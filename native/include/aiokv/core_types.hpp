@@ -187,31 +187,34 @@ struct Fork {
     std::vector<BlockId> target_blocks;  // targets of the copies; the state slot is copied, too
 };
 
-struct CoreStatistics {
-    std::uint32_t device_free, device_cached, device_leased, device_in_flight, device_cooling;
-    std::uint32_t host_free, host_cached, host_in_flight;
-    std::uint32_t evictable_blocks, leases, releasing_leases, nodes;
-    std::uint64_t hit_device_tokens, hit_host_tokens, prompt_tokens, grants;
-    std::uint64_t computed_tokens, computed_prompt_tokens;
-    EvictionCounts evicted_device, evicted_host, dropped;
-    std::uint64_t published_blocks, evicted_device_blocks, dropped_blocks, evicted_host_blocks;
-    std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,
-        reclaimed_host_copies;
-    std::uint64_t hit_store_tokens, fetches, fetched_blocks, unfetched_blocks;
-    std::uint64_t saved_blocks, dropped_saves, refused_saves, failed_saves;
-    std::uint64_t receives, received_blocks, failed_receives;
-    MissCounts missed_tokens;
-    std::uint64_t sends, sent_blocks, failed_sends;
-    std::size_t index_bytes, token_bytes;
+// Blocks of a group in one tier: snapshots for recurrent state.
+struct TierCounts {
+    std::uint32_t blocks, free, cached, leased, in_flight;
+    CountByName evicted_by_cause;
+
+    std::uint64_t evicted_blocks() const { return total(evicted_by_cause); }
 };
 
-// Counts of a block group besides attention: of snapshots for recurrent state, else of blocks.
 struct GroupStatistics {
-    std::uint32_t device_free, device_cached, device_set_aside, host_free, host_cached;
-    std::uint64_t evicted_device, evicted_host;
-    std::uint64_t cloned, onloaded, saved;  // copies on the device, from the host, to the host
-    std::uint64_t stored, unstored, fetched, unfetched;
-    std::uint64_t received, sent;
+    TierCounts device, host;
+    std::uint32_t set_aside_blocks;
+    std::uint64_t cloned;  // copies on the device
+    std::uint64_t onloaded_blocks, offloaded_blocks;
+    std::uint64_t fetched_blocks, unfetched_blocks, saved_blocks;
+    CountByName unsaved_by_cause;
+    std::uint64_t received_blocks, sent_blocks;
+};
+
+struct CoreStatistics {
+    GroupStatistics attention;
+    std::uint32_t evictable_blocks, leases, releasing_leases, nodes;
+    std::uint64_t hit_device_tokens, hit_host_tokens, hit_store_tokens, prompt_tokens, grants;
+    std::uint64_t computed_tokens, computed_prompt_tokens;
+    MissCounts missed_tokens;
+    CountByName dropped_by_cause;
+    std::uint64_t published_blocks, failed_blocks, skipped_backups, reclaimed_host_copies;
+    std::uint64_t fetches, receives, failed_receives, sends, failed_sends;
+    std::size_t index_bytes, token_bytes;
 };
 
 // One indexed block, for dumps and tests.

@@ -4,6 +4,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <string>
 
 namespace aiokv {
 
@@ -19,17 +21,26 @@ constexpr std::size_t kEvictionCauses = 6;
 
 const char* name_of(EvictionCause cause);
 
+using CountByName = std::map<std::string, std::uint64_t>;
+
+inline std::uint64_t total(const CountByName& counts) {
+    std::uint64_t sum = 0;
+    for (const auto& [name, count] : counts) sum += count;
+    return sum;
+}
+
 // Numbers of blocks by cause.
 class EvictionCounts {
   public:
     void add(EvictionCause cause, std::uint64_t blocks) {
         counts_[static_cast<std::size_t>(cause)] += blocks;
     }
-    std::uint64_t of(EvictionCause cause) const { return counts_[static_cast<std::size_t>(cause)]; }
-    std::uint64_t total() const {
-        std::uint64_t sum = 0;
-        for (const std::uint64_t count : counts_) sum += count;
-        return sum;
+    CountByName by_name() const {
+        CountByName named;
+        for (std::size_t i = 0; i < kEvictionCauses; ++i) {
+            named[name_of(static_cast<EvictionCause>(i))] = counts_[i];
+        }
+        return named;
     }
 
   private:

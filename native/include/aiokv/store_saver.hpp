@@ -89,7 +89,7 @@ class StoreSaver {
     // Call at a reset: drops the queue, because no queued block is indexed any more.
     void forget_queue() { saves_.forget_queue(); }
 
-    void add_to(CoreStatistics& statistics) const;
+    void add_to(GroupStatistics& attention) const;
     void check(Report& report) const;
 
   private:

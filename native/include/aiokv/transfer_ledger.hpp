@@ -71,7 +71,7 @@ class TransferLedger {
     bool has(TransferId id) const { return transfers_.contains(id) || is_move(id); }
     std::uint64_t ended() const { return ended_; }  // number of copies that have ended
 
-    void add_to(CoreStatistics& statistics) const;
+    void add_to(GroupStatistics& attention) const;
     void check(Report& report) const;
 
   private:

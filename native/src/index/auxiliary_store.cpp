@@ -140,11 +140,11 @@ void AuxiliaryStore::complete(TransferId id, Outcome outcome, std::uint32_t firs
 
 void AuxiliaryStore::add_to(GroupStatistics& statistics) const {
     const SaveCounts& saves = saves_.counts();
-    statistics.evicted_host += evicted_;
-    statistics.stored = saves.saved;
-    statistics.unstored = saves.dropped + saves.refused + saves.failed;
-    statistics.fetched = fetched_;
-    statistics.unfetched = unfetched_;
+    statistics.host.evicted_by_cause["capacity"] += evicted_;
+    statistics.saved_blocks = saves.saved;
+    statistics.unsaved_by_cause["unsaved"] = saves.dropped + saves.refused + saves.failed;
+    statistics.fetched_blocks = fetched_;
+    statistics.unfetched_blocks = unfetched_;
 }
 
 void AuxiliaryStore::check(Report& report, Ownership& ids,

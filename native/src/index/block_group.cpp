@@ -8,7 +8,12 @@ namespace aiokv {
 
 BlockGroup::BlockGroup(const CoreConfig& config, GroupId number, Index& index,
                        TransferLedger& transfers, GroupPool device, std::uint32_t host_blocks)
-    : pool(std::move(device)), number_(number), index_(index) {
+    : pool(std::move(device)),
+      number_(number),
+      device_blocks_(number == kRecurrentState
+                         ? config.state_slots
+                         : config.windows[static_cast<std::size_t>(number)].device_blocks),
+      index_(index) {
     if (host_blocks > 0) host.emplace(config, index, pool, transfers, host_blocks, number);
 }
 
@@ -50,11 +55,15 @@ void BlockGroup::attach(NodeId node, BlockId id) {
 
 GroupStatistics BlockGroup::statistics() const {
     GroupStatistics s{};
-    s.device_free = pool.free_ids();
-    s.device_cached = pool.attached();
-    s.evicted_device = evicted_;
+    s.device.blocks = device_blocks_;
+    s.device.free = pool.free_ids();
+    s.device.cached = pool.attached();
+    s.device.leased = s.device.blocks - s.device.free - s.device.cached;
+    s.device.evicted_by_cause["capacity"] = evicted_;
+    s.host.evicted_by_cause["capacity"] = 0;
     s.cloned = cloned;
-    s.onloaded = onloaded;
+    s.onloaded_blocks = onloaded;
+    s.unsaved_by_cause["unsaved"] = 0;
     if (host) host->add_to(s);
     return s;
 }

@@ -399,10 +399,10 @@ CoreStatistics Core::statistics() const {
     s.leases = leases_.open_leases();
     s.releasing_leases = leases_.count(LeaseState::kReleasing);
     index_.add_to(s);
-    transfers_.add_to(s);
+    transfers_.add_to(s.attention);
     residency_.add_to(s);
     saver_.add_to(s);
-    store_saver_.add_to(s);
+    store_saver_.add_to(s.attention);
     fetches_.add_to(s);
     publication_.add_to(s);
     grants_.add_to(s);
@@ -410,10 +410,12 @@ CoreStatistics Core::statistics() const {
     peers_.add_to(s);
     external_.add_to(s);
     s.index_bytes += stored_.bytes();
-    s.device_cached -= transfers_.onloading_blocks();
-    s.device_leased = device_.capacity() - s.device_free - s.device_cached - s.device_in_flight;
-    if (external_.exist()) s.device_free = 0;
-    s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
+    TierCounts& device = s.attention.device;
+    device.cached -= transfers_.onloading_blocks();
+    device.leased = device.blocks - device.free - device.cached - device.in_flight;
+    if (external_.exist()) device.free = 0;
+    TierCounts& host = s.attention.host;
+    host.cached = host.blocks - host.free - host.in_flight;
     return s;
 }
 

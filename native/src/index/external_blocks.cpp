@@ -311,7 +311,7 @@ void ExternalBlocks::retire(Lease& lease) {
 }
 
 void ExternalBlocks::add_to(CoreStatistics& statistics) const {
-    statistics.onloaded_blocks += onloaded_;
+    statistics.attention.onloaded_blocks += onloaded_;
     statistics.failed_blocks += failed_;
     saves_.add_to(statistics);
 }

@@ -596,11 +596,13 @@ std::vector<LeaseId> ExternalSaves::take_ended() {
 }
 
 void ExternalSaves::add_to(CoreStatistics& statistics) const {
-    statistics.offloaded_blocks += saved_;
+    statistics.attention.offloaded_blocks += saved_;
     statistics.failed_blocks += failed_;
     statistics.skipped_backups += skipped_;
     statistics.published_blocks += published_;
-    for (const Block& block : blocks_) statistics.host_in_flight += block.host != kNoBlock;
+    for (const Block& block : blocks_) {
+        statistics.attention.host.in_flight += block.host != kNoBlock;
+    }
 }
 
 void ExternalSaves::check(Report& report) const {

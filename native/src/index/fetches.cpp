@@ -170,11 +170,11 @@ void Fetches::note_hits(Lease& lease) {
 
 void Fetches::add_to(CoreStatistics& statistics) const {
     statistics.fetches = begun_;
-    statistics.fetched_blocks = fetched_;
-    statistics.unfetched_blocks = unfetched_;
+    statistics.attention.fetched_blocks = fetched_;
+    statistics.attention.unfetched_blocks = unfetched_;
     statistics.hit_store_tokens = hit_blocks_ * config_.block_tokens;
     for (const auto& [id, fetch] : fetches_) {
-        statistics.host_in_flight += static_cast<std::uint32_t>(fetch.host_blocks.size());
+        statistics.attention.host.in_flight += static_cast<std::uint32_t>(fetch.host_blocks.size());
     }
 }
 

@@ -117,10 +117,13 @@ void HostCopies::finish_save(const Move& save, std::uint32_t good) {
 }
 
 void HostCopies::add_to(GroupStatistics& statistics) const {
-    statistics.host_free = pool_.free_ids();
-    statistics.host_cached = pool_.attached();
-    statistics.evicted_host = evicted_;
-    statistics.saved = saved_;
+    TierCounts& host = statistics.host;
+    host.blocks = pool_.capacity();
+    host.free = pool_.free_ids();
+    host.cached = pool_.attached();
+    host.in_flight = host.blocks - host.free - host.cached;
+    host.evicted_by_cause["capacity"] = evicted_;
+    statistics.offloaded_blocks = saved_;
     if (stores_) stores_->add_to(statistics);
 }
 

@@ -552,22 +552,20 @@ void PeerTransfers::cut(Lease& lease, std::size_t blocks, Lease& keeper) {
 // -- statistics and checks ---------------------------------------------------------------------
 
 void PeerTransfers::add_to(CoreStatistics& statistics) const {
-    const auto add = [](const std::vector<Counts>& by_group, std::uint64_t& begun,
-                        std::uint64_t& failed, std::uint64_t& blocks) {
-        for (const Counts& counts : by_group) {
-            begun += counts.begun;
-            failed += counts.failed;
-        }
-        blocks = by_group[index_of(kAttention)].blocks;
-    };
-    CoreStatistics& s = statistics;
-    add(counts_[true], s.receives, s.failed_receives, s.received_blocks);
-    add(counts_[false], s.sends, s.failed_sends, s.sent_blocks);
+    for (const Counts& counts : counts_[true]) {
+        statistics.receives += counts.begun;
+        statistics.failed_receives += counts.failed;
+    }
+    for (const Counts& counts : counts_[false]) {
+        statistics.sends += counts.begun;
+        statistics.failed_sends += counts.failed;
+    }
+    add_to(statistics.attention, kAttention);
 }
 
 void PeerTransfers::add_to(GroupStatistics& statistics, GroupId group) const {
-    statistics.received = counts_[true][index_of(group)].blocks;
-    statistics.sent = counts_[false][index_of(group)].blocks;
+    statistics.received_blocks = counts_[true][index_of(group)].blocks;
+    statistics.sent_blocks = counts_[false][index_of(group)].blocks;
 }
 
 void PeerTransfers::check_transfer(Report& report, TransferId id,

@@ -4,19 +4,18 @@
 namespace aiokv {
 
 void Residency::add_to(CoreStatistics& statistics) const {
-    statistics.device_free = device_.free_blocks();
-    statistics.device_cached = device_nodes_;
-    statistics.device_cooling = device_.cooling_blocks();
-    statistics.host_free = host_.free_blocks();
+    GroupStatistics& attention = statistics.attention;
+    attention.device.blocks = device_.capacity();
+    attention.device.free = device_.free_blocks();
+    attention.device.cached = device_nodes_;
+    attention.device.evicted_by_cause = evicted_device_.by_name();
+    attention.host.blocks = host_.capacity();
+    attention.host.free = host_.free_blocks();
+    attention.host.evicted_by_cause = evicted_host_.by_name();
+    attention.onloaded_blocks = onloaded_;
+    attention.offloaded_blocks = offloaded_;
     statistics.evictable_blocks = evictable();
-    statistics.evicted_device_blocks = evicted_device_.total();
-    statistics.evicted_host_blocks = evicted_host_.total();
-    statistics.dropped_blocks = dropped_.total();
-    statistics.evicted_device = evicted_device_;
-    statistics.evicted_host = evicted_host_;
-    statistics.dropped = dropped_;
-    statistics.onloaded_blocks = onloaded_;
-    statistics.offloaded_blocks = offloaded_;
+    statistics.dropped_by_cause = dropped_.by_name();
     statistics.failed_blocks = failed_;
     statistics.reclaimed_host_copies = reclaimed_host_copies_;
     statistics.index_bytes += device_.bytes() + host_.bytes() + evictable_.bytes();

@@ -18,12 +18,12 @@ void StoreSaver::note_uses(const Lease& lease, std::size_t resident) {
     }
 }
 
-void StoreSaver::add_to(CoreStatistics& statistics) const {
+void StoreSaver::add_to(GroupStatistics& attention) const {
     const SaveCounts& counts = saves_.counts();
-    statistics.saved_blocks = counts.saved;
-    statistics.dropped_saves = counts.dropped + residency_.evicted_unsaved();
-    statistics.refused_saves = counts.refused;
-    statistics.failed_saves = counts.failed;
+    attention.saved_blocks = counts.saved;
+    attention.unsaved_by_cause = {{"dropped", counts.dropped + residency_.evicted_unsaved()},
+                                  {"refused", counts.refused},
+                                  {"failed", counts.failed}};
 }
 
 void StoreSaver::check(Report& report) const {

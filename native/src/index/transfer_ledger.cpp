@@ -148,13 +148,13 @@ std::vector<TransferId> TransferLedger::take_abandoned() {
     return ids;
 }
 
-void TransferLedger::add_to(CoreStatistics& statistics) const {
+void TransferLedger::add_to(GroupStatistics& attention) const {
     for (const auto& [id, transfer] : transfers_) {
         const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
         const auto tail = static_cast<std::uint32_t>(transfer.tail_blocks());
         const bool is_onload = transfer.direction == Direction::kOnload;
-        statistics.device_in_flight += (is_onload ? nodes : 0) + (transfer.orphaned ? tail : 0);
-        statistics.host_in_flight += is_onload ? tail : nodes + tail;
+        attention.device.in_flight += (is_onload ? nodes : 0) + (transfer.orphaned ? tail : 0);
+        attention.host.in_flight += is_onload ? tail : nodes + tail;
     }
 }
 

@@ -276,15 +276,6 @@ std::vector<BlockTuple> blocks(const Core& core) {
     return tuples;
 }
 
-std::map<std::string, std::uint64_t> by_cause(const EvictionCounts& counts) {
-    std::map<std::string, std::uint64_t> named;
-    for (std::size_t i = 0; i < kEvictionCauses; ++i) {
-        const auto cause = static_cast<EvictionCause>(i);
-        named[name_of(cause)] = counts.of(cause);
-    }
-    return named;
-}
-
 using HotPrefixTuple =
     nb::typed<nb::tuple, std::int64_t, std::uint32_t, std::string, std::uint32_t, std::uint32_t,
               std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
@@ -352,8 +343,8 @@ std::vector<MissTuple> miss_tuples(const Core& core, LeaseId id) {
     return tuples;
 }
 
-std::map<std::string, std::uint64_t> missed_by_cause(const MissCounts& counts) {
-    std::map<std::string, std::uint64_t> named;
+CountByName missed_by_cause(const MissCounts& counts) {
+    CountByName named;
     for (std::size_t i = 0; i < kMissCauses; ++i) {
         named[name_of(static_cast<MissCause>(i))] = counts[i];
     }
@@ -402,17 +393,34 @@ std::size_t copy_int64s(const LeaseIdArray& array, MutableTokenArray out) {
 }
 
 void bind_statistics(nb::module_& m) {
+    using T = TierCounts;
+    nb::class_<T>(m, "TierCounts", "Blocks, or states, of a block group in one tier.")
+        .def_ro("blocks", &T::blocks)
+        .def_ro("free", &T::free)
+        .def_ro("cached", &T::cached)
+        .def_ro("leased", &T::leased)
+        .def_ro("in_flight", &T::in_flight)
+        .def_ro("evicted_by_cause", &T::evicted_by_cause)
+        .def_prop_ro("evicted_blocks", &T::evicted_blocks);
+    using G = GroupStatistics;
+    nb::class_<G>(m, "GroupStatistics", "Blocks, or states, of a block group.")
+        .def_ro("device", &G::device)
+        .def_ro("host", &G::host)
+        .def_ro("set_aside_blocks", &G::set_aside_blocks)
+        .def_ro("cloned", &G::cloned, "Copies on the device that leases began with.")
+        .def_ro("onloaded_blocks", &G::onloaded_blocks)
+        .def_ro("offloaded_blocks", &G::offloaded_blocks)
+        .def_ro("fetched_blocks", &G::fetched_blocks)
+        .def_ro("unfetched_blocks", &G::unfetched_blocks)
+        .def_ro("saved_blocks", &G::saved_blocks)
+        .def_ro("unsaved_by_cause", &G::unsaved_by_cause)
+        .def_ro("received_blocks", &G::received_blocks)
+        .def_ro("sent_blocks", &G::sent_blocks);
     using S = CoreStatistics;
     nb::class_<S>(m, "CoreStatistics")
+        .def_ro("attention", &S::attention)
         .def_prop_ro("missed_tokens_by_cause",
                      [](const S& s) { return missed_by_cause(s.missed_tokens); })
-        .def_ro("device_free", &S::device_free)
-        .def_ro("device_cached", &S::device_cached)
-        .def_ro("device_leased", &S::device_leased)
-        .def_ro("device_in_flight", &S::device_in_flight)
-        .def_ro("host_free", &S::host_free)
-        .def_ro("host_cached", &S::host_cached)
-        .def_ro("host_in_flight", &S::host_in_flight)
         .def_ro("evictable_blocks", &S::evictable_blocks)
         .def_ro("leases", &S::leases)
         .def_ro("releasing_leases", &S::releasing_leases)
@@ -423,53 +431,19 @@ void bind_statistics(nb::module_& m) {
         .def_ro("grants", &S::grants)
         .def_ro("computed_tokens", &S::computed_tokens)
         .def_ro("computed_prompt_tokens", &S::computed_prompt_tokens)
-        .def_prop_ro("evicted_device_by_cause",
-                     [](const S& s) { return by_cause(s.evicted_device); })
-        .def_prop_ro("evicted_host_by_cause", [](const S& s) { return by_cause(s.evicted_host); })
-        .def_prop_ro("dropped_by_cause", [](const S& s) { return by_cause(s.dropped); })
+        .def_ro("dropped_by_cause", &S::dropped_by_cause)
         .def_ro("published_blocks", &S::published_blocks)
-        .def_ro("evicted_device_blocks", &S::evicted_device_blocks)
-        .def_ro("evicted_host_blocks", &S::evicted_host_blocks)
-        .def_ro("dropped_blocks", &S::dropped_blocks)
-        .def_ro("onloaded_blocks", &S::onloaded_blocks)
-        .def_ro("offloaded_blocks", &S::offloaded_blocks)
         .def_ro("failed_blocks", &S::failed_blocks)
         .def_ro("skipped_backups", &S::skipped_backups)
         .def_ro("reclaimed_host_copies", &S::reclaimed_host_copies)
         .def_ro("hit_store_tokens", &S::hit_store_tokens)
         .def_ro("fetches", &S::fetches)
-        .def_ro("fetched_blocks", &S::fetched_blocks)
-        .def_ro("unfetched_blocks", &S::unfetched_blocks)
-        .def_ro("saved_blocks", &S::saved_blocks)
-        .def_ro("dropped_saves", &S::dropped_saves)
-        .def_ro("refused_saves", &S::refused_saves)
-        .def_ro("failed_saves", &S::failed_saves)
         .def_ro("receives", &S::receives)
-        .def_ro("received_blocks", &S::received_blocks)
         .def_ro("failed_receives", &S::failed_receives)
         .def_ro("sends", &S::sends)
-        .def_ro("sent_blocks", &S::sent_blocks)
         .def_ro("failed_sends", &S::failed_sends)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
-    using G = GroupStatistics;
-    nb::class_<G>(m, "GroupStatistics", "Blocks, or states, of a block group besides attention.")
-        .def_ro("device_free", &G::device_free)
-        .def_ro("device_cached", &G::device_cached)
-        .def_ro("device_set_aside", &G::device_set_aside)
-        .def_ro("host_free", &G::host_free)
-        .def_ro("host_cached", &G::host_cached)
-        .def_ro("evicted_device", &G::evicted_device)
-        .def_ro("evicted_host", &G::evicted_host)
-        .def_ro("cloned", &G::cloned, "Copies on the device that leases began with.")
-        .def_ro("onloaded", &G::onloaded)
-        .def_ro("saved", &G::saved, "Copies to host memory.")
-        .def_ro("stored", &G::stored)
-        .def_ro("unstored", &G::unstored)
-        .def_ro("fetched", &G::fetched)
-        .def_ro("unfetched", &G::unfetched)
-        .def_ro("received", &G::received)
-        .def_ro("sent", &G::sent);
 }
 
 }  // namespace
