@@ -37,9 +37,8 @@ def make_server() -> Iterator[MakeServer]:
     ) -> Server:
         config = vllm_config(extra=HOST | (extra or {}), **options)
         change(config)
-        server = Server(
-            config, random.Random(seed), layout, num_drafts=options.get("num_drafts", 0)
-        )
+        of_model = {name: options[name] for name in ("num_drafts", "kinds") if name in options}
+        server = Server(config, random.Random(seed), layout, **of_model)
         servers.append(server)
         return server
 

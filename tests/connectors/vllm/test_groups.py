@@ -31,19 +31,18 @@ from tests.connectors.vllm.configs import (
     kv_cache_config,
     vllm_config,
 )
-from tests.connectors.vllm.model import LAYERS, VOCABULARY, WINDOW, generate
+from tests.connectors.vllm.model import LAYERS, WINDOW, generate
 from tests.connectors.vllm.runner import DIM, HEADS, INDEX_DIM
-from tests.connectors.vllm.server import Server
+from tests.connectors.vllm.serving import HOST, prompt
 from tests.connectors.vllm.test_random_serving import use_device
 from tests.harness.flaky import Faults, FlakyDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    MakeServer = Callable[..., Server]
+    from tests.connectors.vllm.server import Server
+    from tests.connectors.vllm.serving import MakeServer
 
-HOST = {"cpu_bytes_to_use": 1 << 20, "follow_resets": False}
 GROUPS = [("full", "window"), ("full", "window", "window"), ("full", "full", "window"), ("window",)]
 if compat.CAN_LOAD_STATES:
     GROUPS += [("full", "state"), ("full", "state", "state"), ("state",)]
@@ -56,23 +55,11 @@ needs_states = pytest.mark.skipif(
 
 
 @pytest.fixture
-def make_server() -> Iterator[MakeServer]:
-    servers: list[Server] = []
-
+def make_server(make_server: MakeServer) -> MakeServer:
     def make(kinds: tuple[str, ...], extra: dict[str, Any] | None = None, **options: Any) -> Server:
-        config = vllm_config(extra=HOST | (extra or {}), num_blocks=200, kinds=kinds, **options)
-        server = Server(config, random.Random(0), "infer", kinds=kinds)
-        servers.append(server)
-        return server
+        return make_server(extra, "infer", num_blocks=200, kinds=kinds, **options)
 
-    yield make
-    for server in servers:
-        server.close()
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCABULARY) for _ in range(length)]
+    return make
 
 
 def serve(server: Server, tokens: list[int], num_tokens: int = 6) -> int:
