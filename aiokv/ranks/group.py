@@ -136,7 +136,6 @@ class RankGroup(Unique):
         self._capabilities = Capabilities(
             routes=routes | SENT_ROUTES if has_peers else routes,
             checksums=False,
-            step_events=False,
             owns_tensors=False,
             restart=True,
         )

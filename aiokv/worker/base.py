@@ -54,14 +54,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         routes: routes of plans that ``take`` accepts, by retention of their group.
         checksums: ``record_checksums`` may be called, and onloads are verified with them.
-        step_events: ``close_step`` takes events; otherwise it takes None only.
         owns_tensors: the device tensors are in this process, and ``wake_up`` takes new ones.
         restart: ``restart`` repairs the worker after ``on_lost``.
     """
 
     routes: frozenset[GroupRoute]
     checksums: bool
-    step_events: bool
     owns_tensors: bool
     restart: bool
 
@@ -168,7 +166,7 @@ class Steps(Protocol):
 
         Raises:
             UsageError: ``event`` is not an event, is of another device, or was never recorded; or
-                the worker lacks the ``step_events`` capability.
+                each rank closes steps with its own events.
         """
 
     def close(self, step: int, event: Event | None) -> None:

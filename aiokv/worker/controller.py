@@ -105,7 +105,6 @@ class CacheController:
             | self.stores.routes
             | self.tickets.routes,
             checksums=True,
-            step_events=True,
             owns_tensors=True,
             restart=False,
         )

@@ -23,12 +23,10 @@ class Tensors:
 
     Attributes:
         layers: the tensors.
-        is_taken: True after an engine has taken them.
     """
 
     def __init__(self, layers: LayerTensors) -> None:
         self.layers = layers
-        self.is_taken = False
         self._loads: dict[tuple[int, ...], SyncLayers] = {}  # by transfer ids
         self._events: dict[int, Event | None] = {}  # by step
 
@@ -73,10 +71,7 @@ def offer(engine_id: str, layers: LayerTensors) -> Tensors:
 
 def take(engine_id: str) -> Tensors | None:
     """Return the tensors of a worker of this process, if there is one."""
-    tensors = _tensors.pop(engine_id, None)
-    if tensors is not None:
-        tensors.is_taken = True
-    return tensors
+    return _tensors.pop(engine_id, None)
 
 
 def clear() -> None:
