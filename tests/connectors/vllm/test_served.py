@@ -70,6 +70,17 @@ def tokens_of(answers: list[Completion]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
+def with_store(url: str) -> dict[str, object]:
+    """Return settings with a store whose blocks are loaded, however slow a busy machine is."""
+    options = "deadline=60&lookup_deadline=60"
+    return {
+        "stores": [f"{url}{'&' if '?' in url else '?'}{options}"],
+        "store_wait_seconds": 60.0,
+        "prefill_tokens_per_second": 1.0,  # so that computing never seems faster
+        "follow_resets": False,
+    }
+
+
 def damage(segment: Path) -> None:
     """Change bytes of each block in a file of a disk store."""
     damaged = bytearray(segment.read_bytes())
@@ -91,11 +102,7 @@ def test_answers_are_exact_after_restarts_kills_and_damage(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "kv"
-    extra = {
-        "host_gib": 0.125,
-        "stores": [f"disk:{folder}?bytes=256MiB"],
-        "follow_resets": False,
-    }
+    extra = {"host_gib": 0.125, **with_store(f"disk:{folder}?bytes=256MiB")}
     with ServedModel(model, extra) as server:
         server.wait_ready()
         assert server.found(r"store\.opened"), "the log of the server lacks aiokv's lines"
@@ -156,11 +163,8 @@ def test_answers_are_exact_with_layerwise_loads(model: Path, expected: list[list
 def test_engines_of_data_parallelism_share_no_path(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    extra = {
-        "host_gib": "128MiB",
-        "stores": [f"disk:{tmp_path}/{{dp}}-{{rank}}?bytes=64MiB"],
-        "follow_resets": False,
-    }
+    store = with_store(f"disk:{tmp_path}/{{dp}}-{{rank}}?bytes=64MiB")
+    extra = {"host_gib": "128MiB", **store}
     for is_filled in (False, True):
         with ServedModel(model, extra, "--data-parallel-size", "2") as server:
             server.wait_ready()
@@ -184,7 +188,7 @@ def test_engines_of_data_parallelism_share_the_memory_of_a_host(
     def stored_blocks() -> int:
         return sum(counts.blocks for counts in asyncio.run(inspect(service.path)).sizes)
 
-    extra = {"host_gib": "128MiB", "stores": [service.url], "follow_resets": False}
+    extra = {"host_gib": "128MiB", **with_store(service.url)}
     all_cached = [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
     try:
         with ServedModel(model, extra, "--data-parallel-size", "2") as server:
@@ -291,11 +295,7 @@ def test_answers_of_other_groups_are_exact_after_a_kill_and_damage(
         first = family.changed
         changed = [*prompts[0][:first], *prompt(98, 16), *prompts[0][first + 16 :]]
         assert server.complete(changed).tokens != expected[0], "the output does not depend on it"
-    extra = {
-        "host_gib": 0.125,
-        "stores": [f"disk:{tmp_path / 'kv'}?bytes=256MiB"],
-        "follow_resets": False,
-    }
+    extra = {"host_gib": 0.125, **with_store(f"disk:{tmp_path / 'kv'}?bytes=256MiB")}
     cached = [
         Completion(*answer) for answer in zip(expected, [family.cached] * len(prompts), strict=True)
     ]
