@@ -400,14 +400,14 @@ class Core:
         Return whether allocate would grant now; `saves`: after take_write_backs found nothing.
         """
 
-    def allocatable_blocks(self, limit: int, saves: bool = False) -> int:
+    def allocatable_blocks(self, limit: int, saves: bool = False, salt: str = '') -> int:
         """
-        Device blocks that allocate could take now for a lease without cached blocks, whatever the reserve, up to `limit`; `saves` as for can_allocate.
+        Device blocks that allocate could take now for a lease of `salt` without cached blocks, whatever the reserve, up to `limit`; `saves` as for can_allocate.
         """
 
-    def extendable_blocks(self, limit: int, saves: bool = False) -> int:
+    def extendable_blocks(self, limit: int, saves: bool = False, salt: str = '') -> int:
         """
-        Device blocks that extend could take now, up to `limit`; `saves` as for can_allocate.
+        Device blocks that extend could take now, up to `limit`, if its first lease is of `salt`; `saves` as for can_allocate.
         """
 
     def indexed_blocks(self, lease: int) -> int:

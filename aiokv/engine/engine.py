@@ -532,7 +532,8 @@ class CacheEngine(Unique):
         evicted.
 
         Args:
-            salt: salt of the request, whose quota counts the blocks.
+            salt: salt of the request, whose quota counts the blocks, and whose guaranteed share
+                makes room before other shares.
             reserve_blocks: as for ``Lease.allocate``.
             limit: the result is at most this number, from 0; None for no limit. With ``limit=n``,
                 it is n exactly when a request of n blocks would be granted: ask so for one request.
@@ -548,24 +549,24 @@ class CacheEngine(Unique):
         """
         return self._leases.granting.allocatable_blocks(salt, reserve_blocks, limit)
 
-    def extendable_blocks(self, *, limit: int | None = None) -> int:
+    def extendable_blocks(self, *, salt: str = "", limit: int | None = None) -> int:
         """Return the number of device blocks that ``extend`` could take now.
 
         ``extend`` succeeds when all its leases together need at most that number of further blocks,
         and raises ``WouldBlock`` otherwise; the call changes nothing. Reserve, quota, pauses and
         leases that wait do not count, because they do not stop ``extend``. A lease needs
         ``ceil(n / block_tokens)`` blocks for ``n`` positions, of which ``len(block_table)`` are
-        there. Models with sliding windows need window blocks, too. Where salts have guaranteed
-        shares, the number may be wrong in rare cases.
+        there. Models with sliding windows need window blocks, too.
 
         Args:
+            salt: salt of the first lease, whose guaranteed share makes room before other shares.
             limit: as for ``allocatable_blocks``.
 
         Raises:
-            UsageError: ``limit`` is not an integer or is negative.
+            UsageError: ``salt`` is not a string, or ``limit`` is not an integer or is negative.
             ClosedError: the engine is closed.
         """
-        return self._leases.granting.extendable_blocks(limit)
+        return self._leases.granting.extendable_blocks(salt, limit)
 
     def layers(self, leases: Batch[Any] | Iterable[Lease]) -> LayerView:
         """Return one layer counter over all transfers that a step waits for.

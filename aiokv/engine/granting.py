@@ -176,10 +176,11 @@ class Granting:
             reserve_blocks = checks.reserve_blocks(reserve_blocks)
         return self._scheduler.allocatable_blocks(salt, reserve_blocks, _as_limit(limit))
 
-    def extendable_blocks(self, limit: int | None) -> int:
+    def extendable_blocks(self, salt: str, limit: int | None) -> int:
         """See ``CacheEngine.extendable_blocks``."""
         self._lifetime.check_loop()
-        return self._scheduler.extendable_blocks(_as_limit(limit))
+        checks.text("salt", salt)
+        return self._scheduler.extendable_blocks(salt, _as_limit(limit))
 
     async def wait_granted(
         self,

@@ -236,10 +236,9 @@ class Lease(Unique):
     def can_allocate(self, num_tokens: int, *, reserve_blocks: int | None = None) -> bool:
         """Return True if ``try_allocate(num_tokens)`` would succeed now; changes nothing.
 
-        The answer is exact, unless salts have guaranteed shares: then ``try_allocate`` may decide
-        otherwise in rare cases. ``attention.device.free + evictable_blocks`` of the statistics is
-        an upper bound: it includes blocks that are being copied, or that have to be saved before
-        they can be evicted. The cached blocks of the lease need no room. The call costs as much as
+        The answer is exact. ``attention.device.free + evictable_blocks`` of the statistics is an
+        upper bound: it includes blocks that are being copied, or that have to be saved before they
+        can be evicted. The cached blocks of the lease need no room. The call costs as much as
         ``try_allocate``. ``CacheEngine.allocatable_blocks`` answers without a lease.
 
         Args:

@@ -459,14 +459,18 @@ class CacheScheduler:
         limit = min(limit, free + evictable - reserve_blocks, limit if quota is None else quota)
         if self._gate.closed or len(self._admission) or self._granting.is_at_limit:
             limit = 0
-        return self._core.allocatable_blocks(max(limit, 0), self._saver.drops_unsaved)
+        return self._core.allocatable_blocks(max(limit, 0), self._saver.drops_unsaved, salt)
 
-    def extendable_blocks(self, limit: int) -> int:
+    def extendable_blocks(self, salt: str, limit: int) -> int:
         """Return the blocks that ``extend`` could take now, at most ``limit``.
 
         Not a transition: changes nothing.
+
+        Args:
+            salt: salt of the first lease.
+            limit: the result is at most this number.
         """
-        return self._core.extendable_blocks(limit, self._saver.drops_unsaved)
+        return self._core.extendable_blocks(limit, self._saver.drops_unsaved, salt)
 
     @guarded
     def allocate(

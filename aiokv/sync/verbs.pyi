@@ -121,7 +121,7 @@ class RecordedVerbs:
         See ``CacheEngine.allocatable_blocks``.
         """
 
-    def extendable_blocks(self, *, limit: int | None = None) -> Answer[int]:
+    def extendable_blocks(self, *, salt: str = '', limit: int | None = None) -> Answer[int]:
         """Return the number of device blocks that ``extend`` could take now.
 
         See ``CacheEngine.extendable_blocks``.
@@ -569,7 +569,7 @@ class EngineVerbs:
         See ``CacheEngine.allocatable_blocks``.
         """
 
-    def extendable_blocks(self, *, limit: int | None = None) -> int:
+    def extendable_blocks(self, *, salt: str = '', limit: int | None = None) -> int:
         """Return the number of device blocks that ``extend`` could take now.
 
         See ``CacheEngine.extendable_blocks``.

@@ -1,14 +1,16 @@
 """``can_allocate`` is True exactly when an attempt would succeed, and changes nothing; and
-``extendable_blocks`` is the number up to which ``extend`` succeeds.
+``extendable_blocks`` and ``allocatable_blocks`` are the numbers up to which attempts succeed.
 
 Random walks over one core in small pools: every write policy, both eviction policies, reserves,
-recurrent state, windows, swapped leases, transfers that end late or fail, unfinished steps.
+shares of salts, recurrent state, windows, swapped leases, transfers that end late or fail,
+unfinished steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -48,12 +50,14 @@ class Walk:
             eviction=choice(["lru", "lru", "adaptive"]),
             state_slots=2 if sides == "state" else 0,
             windows=[(6, 4, 2, 0, 0)] if sides == "window" else [],
-            shares=choice([{}, {"a": 0.5, "b": 0.3}]),
+            shares=choice([{}, {"a": 0.5, "b": 0.3}, {"": 0.33, "a": 0.34, "b": 0.33}]),
         )
         self.has_windows = sides == "window"
+        self.has_sides = sides != "none"
         self.saves = self.policy != SavePolicy.NONE
         self.saves_before_extend = self.policy == SavePolicy.WRITE_BACK
         self.leases: list[int] = []
+        self.salts: dict[int, str] = {}  # by lease
         self.transfers: list[int] = []
         self.step = 0
         self.seen: Counter[str] = Counter()
@@ -63,10 +67,15 @@ class Walk:
         return self.random.choice(among) if among else None
 
     def match(self) -> None:
-        if len(self.leases) >= 8:
-            return
-        tokens = np.array([self.random.randint(0, 1) for _ in range(self.random.randint(1, 14))])
-        self.leases.append(self.core.match(tokens.astype(np.int32), self.context())[0])
+        tokens = [self.random.randint(0, 1) for _ in range(self.random.randint(1, 14))]
+        if len(self.leases) < 8:
+            self.add_lease(tokens, self.context())
+
+    def add_lease(self, tokens: list[int], context: str) -> int:
+        lease_id = self.core.match(np.array(tokens, np.int32), context)[0]
+        self.leases.append(lease_id)
+        self.salts[lease_id] = salt_of(context)
+        return lease_id
 
     def context(self) -> str:
         return self.random.choice(["", "", "1:a", "1:b"])
@@ -124,6 +133,21 @@ class Walk:
         if granted:
             self.transfers += [t for t in self.core.onloads(lease_id) if t not in self.transfers]
 
+    def allocate_uncached(self) -> None:
+        """Grant a prompt that is not cached all blocks that there are, or one more."""
+        context = self.context()
+        forecast = partial(self.core.allocatable_blocks, saves=self.saves, salt=salt_of(context))
+        blocks = forecast(self.core.device_blocks) + self.random.randint(0, 1)
+        if len(self.leases) >= 8 or self.has_sides or not 0 < blocks <= self.core.device_blocks:
+            return
+        fits = forecast(blocks) == blocks
+        lease_id = self.add_lease([2 + self.random.randrange(1_000)] * 2, context)
+        granted = self.attempt(
+            lambda: self.core.allocate(lease_id, blocks * BT, 0), blocks, self.saves
+        )
+        assert granted == fits
+        self.seen["uncached granted" if granted else "uncached refused"] += 1
+
     def commit(self) -> None:
         if (lease_id := self.some_lease(granted=True)) is not None:
             limit = min(self.core.num_tokens(lease_id), self.core.max_extend_tokens(lease_id))
@@ -133,7 +157,8 @@ class Walk:
         if (lease_id := self.some_lease(granted=True)) is None:
             return
         before = self.core.blocks(), counted(self.core)
-        room = self.core.extendable_blocks(self.core.device_blocks, self.saves)
+        salt = self.salts[lease_id]
+        room = self.core.extendable_blocks(self.core.device_blocks, self.saves, salt)
         assert (self.core.blocks(), counted(self.core)) == before
         held = self.core.num_tokens(lease_id)
         if self.has_windows or self.random.random() < 0.3:
@@ -141,7 +166,7 @@ class Walk:
         else:  # to the limit, or by one more block
             num_tokens = -held % BT + (room + self.random.randint(0, 1)) * BT
         needed = -(-(held + num_tokens) // BT) - -(-held // BT)
-        fits = self.core.extendable_blocks(needed, self.saves) == needed
+        fits = self.core.extendable_blocks(needed, self.saves, salt) == needed
         with contextlib.suppress(LeaseError):
             grown = self.attempt(
                 lambda: self.core.extend([lease_id], num_tokens), needed, self.saves_before_extend
@@ -194,10 +219,14 @@ class Walk:
     def run(self, steps: int) -> None:
         verbs = 4 * [self.match, self.commit, self.end_transfer] + 6 * [self.allocate]
         verbs += [self.grow, self.give_back, self.give_back, self.retract, self.swap, self.swap]
-        verbs += [self.save, self.next_step, self.snapshot, self.prefer]
+        verbs += [self.save, self.next_step, self.snapshot, self.prefer, self.allocate_uncached]
         for _ in range(steps):
             self.random.choice(verbs)()
         assert self.core.violations() == []
+
+
+def salt_of(context: str) -> str:
+    return context.removeprefix("1:")
 
 
 def counted(core: Core) -> tuple[int, ...]:
@@ -216,4 +245,5 @@ def test_forecasts_equal_attempts():
     assert seen["refused"] > 1000
     assert seen["overestimate"] > 100, "free + evictable overestimates"
     assert min(seen["grown"], seen["not grown"]) > 300
+    assert min(seen["uncached granted"], seen["uncached refused"]) > 100
     assert seen["later attempt"] > 2, "the host was full, so blocks were dropped unsaved"

@@ -366,7 +366,7 @@ class Walk:
             num_tokens = self.random.randint(1, 3)
             held = self.scheduler.read.num_tokens(lease_id)
             needed = blocks_for(held + num_tokens) - blocks_for(held)
-            fits = needed == self.scheduler.extendable_blocks(needed)
+            fits = needed == self.scheduler.extendable_blocks("", needed)
             assert self.apply(self.scheduler.extend([lease_id], num_tokens)) == fits
 
     def extend_to_the_limit(self) -> None:
@@ -375,7 +375,7 @@ class Walk:
         named = self.random.sample(granted, min(len(granted), self.random.randint(1, 2)))
         if not named:
             return
-        room = self.scheduler.extendable_blocks(1000)
+        room = self.scheduler.extendable_blocks("", 1000)
         surplus = self.random.random() < 0.5
         if len(named) == 1:
             num_tokens = (room + surplus) * BLOCK_TOKENS
@@ -384,7 +384,7 @@ class Walk:
             read = self.scheduler.read
             held = [read.num_tokens(x) for x in named]
             needed = sum(blocks_for(n + num_tokens) - blocks_for(n) for n in held)
-            surplus = self.scheduler.extendable_blocks(needed) < needed
+            surplus = self.scheduler.extendable_blocks("", needed) < needed
         assert self.apply(self.scheduler.extend(named, num_tokens)) == (not surplus)
         self.seen["refused extension" if surplus else "extension"] += 1
 

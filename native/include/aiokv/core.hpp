@@ -91,13 +91,13 @@ class Core {
     bool can_allocate(LeaseId id, std::int64_t num_tokens, bool saves, Reserve reserve = {}) {
         return grants_.can_allocate(leases_.at(id), num_tokens, saves, reserve);
     }
-    std::uint32_t allocatable_blocks(std::uint32_t limit, bool saves) {
+    std::uint32_t allocatable_blocks(std::uint32_t limit, bool saves, std::string_view salt) {
         external_.refuse("allocatable_blocks", "ask the server, which has the device blocks");
-        return grants_.allocatable_blocks(limit, saves);
+        return grants_.allocatable_blocks(limit, saves, salt);
     }
-    std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
+    std::uint32_t extendable_blocks(std::uint32_t limit, bool saves, std::string_view salt) {
         external_.refuse("extendable_blocks", "ask the server, which has the device blocks");
-        return grants_.extendable_blocks(limit, saves);
+        return grants_.extendable_blocks(limit, saves, salt);
     }
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
         external_.refuse("extend", "name the blocks of new positions with assign");

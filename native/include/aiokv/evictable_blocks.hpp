@@ -115,6 +115,9 @@ class EvictableBlocks final : private SplitListener {
         end_touch();
         order_->on_device_resized(blocks);
         device_.resize(blocks);
+        for (std::uint32_t share = 1; share <= device_.num_shares(); ++share) {
+            fit_share(device_, share);
+        }
     }
 
     // -- what is kept, and for which salt; see PreferredQueue
@@ -137,6 +140,22 @@ class EvictableBlocks final : private SplitListener {
     // Returns the rank of a block of the device queue, or of one that is deferred from it.
     PreferredQueue::Rank device_rank(NodeId node) const {
         return device_.rank_of(tree_.run_of(node));
+    }
+    // Returns the rank that a block of the device has after its next use.
+    PreferredQueue::Rank used_rank(NodeId node) const {
+        return device_.used_rank(tree_.run_of(node));
+    }
+    // Returns the rank that a block has without a reservation.
+    PreferredQueue::Rank level_rank(NodeId node) const {
+        return levels_.rank(tree_.run(node).level);
+    }
+    // Returns the first reserved device block of a salt that is not deferred, or kNone.
+    NodeId first_reserved(std::uint32_t share) const {
+        return tree_.last_of(device_.first_reserved(share));
+    }
+    // Returns the excess of a salt's share of the device after a change of its reserved blocks.
+    std::uint32_t excess_of(std::uint32_t share, std::int64_t change) const {
+        return device_.excess_of(share, change);
     }
     template <class Visit>
     void for_each_retained(Visit visit) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string_view>
 
 #include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
@@ -67,13 +68,14 @@ class Grants {
     bool can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Reserve reserve);
     // Returns the number of device blocks, up to `limit`, that allocate() could take now for a
     // lease without cached blocks, ignoring the reserve. The result is `limit` exactly if
-    // allocate() could take that many. `saves`: see can_allocate().
-    std::uint32_t allocatable_blocks(std::uint32_t limit, bool saves) {
-        return takeable_blocks(limit, saves, Residency::Unsaved::kKept);
+    // allocate() could take that many. `saves`: see can_allocate(). `salt`: of the lease.
+    std::uint32_t allocatable_blocks(std::uint32_t limit, bool saves, std::string_view salt) {
+        return takeable_blocks(limit, saves, salt, Residency::Unsaved::kKept);
     }
-    // Returns the number of device blocks, up to `limit`, that extend() could take now.
-    std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
-        return takeable_blocks(limit, saves, unsaved_of_running());
+    // Returns the number of device blocks, up to `limit`, that extend() could take now. `salt`: of
+    // the first lease.
+    std::uint32_t extendable_blocks(std::uint32_t limit, bool saves, std::string_view salt) {
+        return takeable_blocks(limit, saves, salt, unsaved_of_running());
     }
     // Gives all leases `num_tokens` more positions, or none of them. Returns false if there is no
     // room.
@@ -101,7 +103,8 @@ class Grants {
         return config_.write_policy == SavePolicy::kWriteBack ? Residency::Unsaved::kKept
                                                               : Residency::Unsaved::kDropped;
     }
-    std::uint32_t takeable_blocks(std::uint32_t limit, bool saves, Residency::Unsaved unsaved);
+    std::uint32_t takeable_blocks(std::uint32_t limit, bool saves, std::string_view salt,
+                                  Residency::Unsaved unsaved);
     std::uint32_t pinned_blocks() const;
     bool make_room(const Lease& lease, std::uint32_t blocks) {
         return residency_.make_room(blocks, Residency::Unsaved::kKept, lease.id());

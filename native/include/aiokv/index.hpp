@@ -34,6 +34,8 @@ class Index {
     void leave_context(std::uint32_t context);
     // Returns the context of this key, or nothing if there is none.
     std::optional<std::uint32_t> find_context(std::string_view key) const;
+    // Returns the share of a salt, counted from 1; 0 if it has none.
+    std::uint32_t share_of_salt(std::string_view salt) const;
     // Call when a transfer that will insert blocks into the context begins, and when it has ended.
     void begin_growth(std::uint32_t context) { ++contexts_[context].growths; }
     void end_growth(std::uint32_t context) {
@@ -126,7 +128,6 @@ class Index {
     };
 
     std::uint32_t open_context(std::string_view key);
-    std::uint32_t share_of(std::string_view key) const;
     void close_if_unused(std::uint32_t context);
     void close_forgotten_contexts();
 

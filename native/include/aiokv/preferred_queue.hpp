@@ -5,13 +5,15 @@
 //   demoted   runs of kDemotedLevel
 //   normal    in the order of the policy
 //   retained  a part per level of Levels: by priority, and then by the end of the retention
-//   reserved  a part per salt with a share, at most as many blocks as the share; first that of the
-//             salt for which room is made, because others are to keep theirs
+//   reserved  a part per salt with a share, at most as many blocks as the share, including deferred
+//             ones; first that of the salt for which room is made, because others are to keep
+//             theirs
 //
 // Within a part other than the normal one, the least recently used run is evicted first. All runs
 // are evictable: a part only decides about the order, so no grant waits for the end of a retention.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -72,8 +74,11 @@ class PreferredQueue final : public TierQueue {
     RunId after(RunId run) const override;
     RunId before(RunId run) const override { return queue_of(run).before(run); }
     void push_back(RunId run) override { enter(run).push_back(run); }
-    // Returns a run to the part that it was deferred from.
-    void push_front(RunId run) override { enter_again(run).push_front(run); }
+    // Takes out a run that will return to the front of its part, and that keeps its reservation.
+    void defer(RunId run);
+    void push_front(RunId run) override { part(key_of(tree_.runs()[run])).push_front(run); }
+    // Call before a deferred run is used.
+    void end_deferral(RunId run);
     void insert_before(RunId part, RunId run) override { queue_of(run).insert_before(part, run); }
     void insert_after(RunId part, RunId run) override { queue_of(run).insert_after(part, run); }
     void remove(RunId run) override { has_parts() ? remove_from_part(run) : normal_.remove(run); }
@@ -83,14 +88,21 @@ class PreferredQueue final : public TierQueue {
     void shrink(RunId run, std::uint32_t blocks);
 
     void resize(std::uint32_t blocks) { blocks_ = blocks; }
+    std::size_t num_shares() const { return shares_.size(); }
     // Returns true if a run may be in another part than the normal one.
     bool has_parts() const { return !parts_.empty(); }
     // Returns the rank of the part of a queued run, or of the part that a run was deferred from.
     Rank rank_of(RunId run) const;
+    // Returns the rank of the part that a run enters after its next use, for which room is made.
+    Rank used_rank(RunId run) const {
+        const Run& r = tree_.runs()[run];
+        return r.share > 0 ? kServed : std::max(levels_.rank(r.level), Levels::kNormal);
+    }
     // Makes room for a salt with this share, or, with 0, for others. Returns the share before.
     std::uint32_t serve(std::uint32_t share) { return std::exchange(served_, share); }
-    // Number of reserved blocks of the salt beyond its share.
-    std::uint32_t excess_of(std::uint32_t share) const;
+    // Number of reserved blocks of the salt beyond its share, after a change of their number.
+    std::uint32_t excess_of(std::uint32_t share, std::int64_t change = 0) const;
+    // Returns kNoRun if all reserved runs of the salt are deferred.
     RunId first_reserved(std::uint32_t share) const;
     // Moves a reserved run to the end of the part of its level.
     void end_reservation(RunId run);
@@ -106,7 +118,8 @@ class PreferredQueue final : public TierQueue {
         }
     }
 
-    void check(Report& report) const;
+    // `reserved`: number of reserved blocks, including deferred ones, by share.
+    void check(Report& report, const std::vector<std::uint32_t>& reserved) const;
 
   private:
     static constexpr Rank kServed = Rank{1} << 62;  // of the salt for which room is made
@@ -128,11 +141,6 @@ class PreferredQueue final : public TierQueue {
         return r.share == 0 && r.level == kNormalLevel ? normal_ : enter_part(run);
     }
     TierQueue& enter_part(RunId run);
-    TierQueue& enter_again(RunId run) {
-        const Run& r = tree_.runs()[run];
-        grow(run, r.length);
-        return part(key_of(r));
-    }
     void remove_from_part(RunId run);
     TierQueue& part(Rank key) {
         return key == Levels::kNormal ? normal_
@@ -147,7 +155,7 @@ class PreferredQueue final : public TierQueue {
     std::map<Rank, RankedQueue> parts_;  // all parts but the normal one; none is empty
     const std::vector<double> shares_;
     std::uint32_t blocks_;
-    std::vector<std::uint32_t> reserved_;  // blocks
+    std::vector<std::uint32_t> reserved_;  // blocks, including deferred ones
     std::uint32_t served_ = 0;
 };
 

@@ -63,6 +63,7 @@ void EvictableBlocks::join_below(PreferredQueue& queue, RunId id) {
 void EvictableBlocks::fit_share(PreferredQueue& queue, std::uint32_t share) {
     for (std::uint32_t excess; (excess = queue.excess_of(share)) > 0;) {
         RunId id = queue.first_reserved(share);
+        if (id == kNoRun) return;  // the share has become smaller than what is deferred
         const Run& run = tree_.runs()[id];
         if (run.length > excess) id = tree_.split_before(run.last() - excess + 1);
         ahead_.remove(id);
@@ -162,10 +163,11 @@ void EvictableBlocks::take_out(RunId id) {
         ahead_.remove(id);
         (is_device ? device_ : host_).remove(id);
         (is_device ? queued_device_ : queued_host_) -= run.length;
-    } else if (is_device) {
-        deferred_device_ -= run.length;
+    } else {
+        (is_device ? device_ : host_).end_deferral(id);
+        if (is_device) deferred_device_ -= run.length;
     }
-    run.clear(kQueued | kParked | kReserved);
+    run.clear(kQueued | kParked);
 }
 
 void EvictableBlocks::trim(RunId id, std::uint32_t count) {
@@ -191,10 +193,11 @@ void EvictableBlocks::clear() {
 
 void EvictableBlocks::defer(RunId id) {
     Run& run = tree_.runs()[id];
-    const bool is_reserved = run.has(kReserved);
-    dequeue(id);
-    run.set(is_reserved ? kParked | kReserved : kParked);
-    idle_host_ += count_idle_host(id);
+    ahead_.remove(id);
+    queue_of(id).defer(id);
+    queued_of(id) -= run.length;
+    run.clear(kQueued);
+    run.set(kParked);
     if (!is_on_device(id)) return;
     deferred_device_ += run.length;
     if (!has_host_) return;
@@ -239,10 +242,8 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
     if (on_device) deferred_device_ -= run.length;
     queued_of(id) += run.length;
     queue_of(id).push_front(id);
-    const bool fits = run.has(kReserved);
-    if (fits) fit_share(queue_of(id), run.share);  // may move this run
     if (!on_device || !ahead_.is_begun()) return;
-    if (!is_saved(n) || fits || device_.has_parts())
+    if (!is_saved(n) || device_.has_parts())
         return ahead_.restart();  // blocks looked at are behind this one now
     ahead_.add_front(node);
 }
@@ -297,6 +298,8 @@ void EvictableBlocks::check(Report& report) const {
     std::uint32_t queued_host = 0;
     std::uint32_t deferred_device = 0;
     std::uint32_t idle_host = 0;
+    std::vector<std::uint32_t> reserved_device(device_.num_shares());
+    std::vector<std::uint32_t> reserved_host(reserved_device);
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
@@ -306,6 +309,9 @@ void EvictableBlocks::check(Report& report) const {
         queued_device += run.has(kQueued) && n.has(kDeviceValid);
         queued_host += run.has(kQueued) && !n.has(kDeviceValid);
         deferred_device += run.has(kParked) && n.has(kDeviceValid);
+        if (run.has(kReserved)) {
+            ++(n.has(kDeviceValid) ? reserved_device : reserved_host)[run.share - 1];
+        }
         const bool idle = run.refs == 0 && !n.has(kDeviceLoading | kDetached);
         report.require(idle == listed, "I6: node ", node, " with ", run.refs, " refs is ",
                        listed ? "" : "not ", "evictable");
@@ -315,8 +321,8 @@ void EvictableBlocks::check(Report& report) const {
     report.require(queued_device == queued_device_ && queued_host == queued_host_ &&
                        deferred_device == deferred_device_,
                    "I6: the eviction queues miscount");
-    device_.check(report);
-    host_.check(report);
+    device_.check(report, reserved_device);
+    host_.check(report, reserved_host);
     report.require(idle_host == idle_host_, "I6: ", idle_host, " host blocks can go, not ",
                    idle_host_);
 }

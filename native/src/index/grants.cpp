@@ -294,18 +294,20 @@ std::uint32_t Grants::pinned_blocks() const {
     return blocks;
 }
 
-std::uint32_t Grants::takeable_blocks(std::uint32_t limit, bool saves, Residency::Unsaved unsaved) {
+std::uint32_t Grants::takeable_blocks(std::uint32_t limit, bool saves, std::string_view salt,
+                                      Residency::Unsaved unsaved) {
     const bool is_possible = limit <= residency_.device_room();
     limit = std::min(limit, residency_.device_room());
     if (limit <= device_.free_blocks()) return limit;
     if (unsaved == Residency::Unsaved::kDropped || config_.write_policy == SavePolicy::kNone) {
         return std::min(limit, residency_.device_room() - pinned_blocks());
     }
-    Residency::Forecast forecast(residency_, {});
+    const std::uint32_t share = index_.share_of_salt(salt);
+    Residency::Forecast forecast(residency_, {}, share);
     if (forecast.can_make_room(limit)) return limit;
     const std::uint32_t at_once = forecast.free_blocks();
     const auto can_take = [&](std::uint32_t blocks) {
-        Residency::Forecast attempt(residency_, {});
+        Residency::Forecast attempt(residency_, {}, share);
         return will_have_room(attempt, blocks, blocks, saves);
     };
     // To take more, unsaved blocks must be dropped, which happens only if the host has no room at

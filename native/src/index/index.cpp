@@ -46,8 +46,8 @@ std::uint32_t Index::enter_context(std::string_view key) {
     return context;
 }
 
-std::uint32_t Index::share_of(std::string_view key) const {
-    const auto found = std::ranges::find(config_.share_salts, salt_of(key));
+std::uint32_t Index::share_of_salt(std::string_view salt) const {
+    const auto found = std::ranges::find(config_.share_salts, salt);
     const auto end = config_.share_salts.end();
     return found == end ? 0 : static_cast<std::uint32_t>(found - config_.share_salts.begin()) + 1;
 }
@@ -75,7 +75,7 @@ std::uint32_t Index::open_context(std::string_view key) {
         index = free_contexts_.back();
         free_contexts_.pop_back();
     }
-    const NodeId root = tree_.add_root(share_of(key));
+    const NodeId root = tree_.add_root(share_of_salt(salt_of(key)));
     tree_[root].device = static_cast<BlockId>(index);
     contexts_[index] = Context{std::string(key), root, 0, 0, seed_of_key(key)};
     entry->second = index;

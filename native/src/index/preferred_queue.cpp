@@ -82,19 +82,28 @@ RunId PreferredQueue::after(RunId run) const {
 
 TierQueue& PreferredQueue::enter_part(RunId run) {
     Run& r = tree_.runs()[run];
-    if (r.share > 0 && r.level != kDemotedLevel) r.set(kReserved);
-    return enter_again(run);
+    if (r.share > 0 && r.level != kDemotedLevel) {
+        r.set(kReserved);
+        grow(run, r.length);
+    }
+    return part(key_of(r));
+}
+
+void PreferredQueue::defer(RunId run) {
+    const Rank key = key_of(tree_.runs()[run]);
+    queue_of(run).remove(run);
+    leave(key);
+}
+
+void PreferredQueue::end_deferral(RunId run) {
+    Run& r = tree_.runs()[run];
+    shrink(run, r.length);
+    r.clear(kReserved);
 }
 
 void PreferredQueue::remove_from_part(RunId run) {
-    Run& r = tree_.runs()[run];
-    const Rank key = key_of(r);
-    queue_of(run).remove(run);
-    if (r.has(kReserved)) {
-        reserved_[r.share - 1] -= r.length;
-        r.clear(kReserved);
-    }
-    leave(key);
+    defer(run);
+    end_deferral(run);
 }
 
 // Removes a part that has become empty.
@@ -122,13 +131,15 @@ void PreferredQueue::shrink(RunId run, std::uint32_t blocks) {
 
 // -- shares and the ends of retentions ---------------------------------------------------------
 
-std::uint32_t PreferredQueue::excess_of(std::uint32_t share) const {
-    const std::uint32_t reserved = reserved_[share - 1];
-    return reserved - std::min(reserved, static_cast<std::uint32_t>(shares_[share - 1] * blocks_));
+std::uint32_t PreferredQueue::excess_of(std::uint32_t share, std::int64_t change) const {
+    const auto limit = static_cast<std::int64_t>(shares_[share - 1] * blocks_);
+    const std::int64_t excess = reserved_[share - 1] + change - limit;
+    return static_cast<std::uint32_t>(std::max<std::int64_t>(excess, 0));
 }
 
 RunId PreferredQueue::first_reserved(std::uint32_t share) const {
-    return const_cast<RankedQueue&>(parts_.at(kReservedPart | share)).front();
+    const auto part = parts_.find(kReservedPart | share);
+    return part == parts_.end() ? kNoRun : const_cast<RankedQueue&>(part->second).front();
 }
 
 void PreferredQueue::end_reservation(RunId run) {
@@ -147,16 +158,13 @@ void PreferredQueue::end_level(Rank rank) {
     parts_.erase(part);
 }
 
-void PreferredQueue::check(Report& report) const {
-    std::vector<std::uint32_t> reserved(shares_.size());
+void PreferredQueue::check(Report& report, const std::vector<std::uint32_t>& reserved) const {
     for (const auto& [key, part] : parts_) {
         RunId run = const_cast<RankedQueue&>(part).front();
         report.require(run != kNoRun, "I6: part ", key, " of an eviction queue is empty");
         for (; run != kNoRun; run = part.after(run)) {
-            const Run& r = tree_.runs()[run];
-            report.require(key_of(r) == key, "I6: run ", run, " is in part ", key, ", not in ",
-                           key_of(r));
-            if (r.has(kReserved)) reserved[r.share - 1] += r.length;
+            const Rank rank = key_of(tree_.runs()[run]);
+            report.require(rank == key, "I6: run ", run, " is in part ", key, ", not in ", rank);
         }
     }
     report.require(reserved == reserved_, "I6: the shares of salts miscount");

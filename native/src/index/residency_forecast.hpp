@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -29,8 +30,12 @@ class Residency::Forecast {
           free_(residency.device_.free_blocks()),
           unheld_(std::move(unheld)),
           host_freed_(host_freed),
+          share_(share),
           served_before_(residency.evictable_.serve_forecast(share)) {
         path_.insert(path.begin(), path.end());
+        reserved_change_ = -std::count_if(path_.begin(), path_.end(), [this](NodeId node) {
+            return tree_.run(node).has(kReserved) && tree_[node].has(kDeviceValid);
+        });
         const auto on_host = std::count_if(path_.begin(), path_.end(), [this](NodeId node) {
             return tree_.run(node).has(kQueued) && !tree_[node].has(kDeviceValid);
         });
@@ -56,20 +61,18 @@ class Residency::Forecast {
 
     // Returns what make_room() would return now.
     bool can_make_room(std::uint32_t blocks) {
-        NodeId node = residency_.evictable_.device_front();
+        std::erase_if(moved_, [this](const auto& moved) { return path_.contains(moved.second); });
+        blocked_ = kNone;
+        NodeId cursor = residency_.evictable_.device_front();
         while (free_ < blocks) {
-            NodeId next = take_returned(node);
-            if (next == kNone) {
-                if (node == kNone) break;
-                if (!is_out_of_queue(node)) next = node;
-                node = residency_.evictable_.after_on_device(node);
-            }
-            while (next != kNone && free_ < blocks) {
-                blocked_ = attempt(next);
-                if (blocked_ != kNone) return false;
-            }
+            const NodeId node = take_next(cursor);
+            if (node == kNone) return false;
+            if (!attempt(node)) continue;
+            if (!is_in_queue(node)) put_in_front(node);
+            blocked_ = node;
+            return false;
         }
-        return free_ >= blocks;
+        return true;
     }
 
     // Call after can_make_room() was false. Returns true if Saver::take_write_backs() would find
@@ -87,26 +90,25 @@ class Residency::Forecast {
             if (is_unsaved(node)) dirty.push_back(node);
             ++ready;
         };
-        // A parent whose last child on the device is gone returns to the front.
-        if (tree_.run(blocked_).has(kParked) || deferred_.contains(blocked_)) look_at(blocked_);
-        for (NodeId node = residency_.evictable_.device_front(); node != kNone && ready < target;
-             node = residency_.evictable_.after_on_device(node)) {
-            if (!is_out_of_queue(node)) look_at(node);
+        put_back(lease_path_);  // as the failed attempt does
+        const auto moved = moved_;
+        NodeId cursor = residency_.evictable_.device_front();
+        while (ready < target) {
+            const NodeId node = take_next(cursor);
+            if (node == kNone) break;
+            look_at(node);
         }
+        moved_ = moved;
         residency_.evictable_.visit_unsaved_parked([&](NodeId node) {
-            if (is_unsaved(node)) dirty.push_back(node);
+            if (is_unsaved(node) && is_deferred(node)) dirty.push_back(node);
         });
         for (const NodeId node : deferred_) {
             if (is_unsaved(node)) dirty.push_back(node);
         }
-        // The failed attempt has put the path at the end of the queue, its last block first.
-        for (std::size_t i = lease_path_.size(); i-- > 0 && ready < target;) {
-            const Node& n = tree_[lease_path_[i]];
-            if (tree_.refs(lease_path_[i]) == 0 && n.has(kDeviceValid)) look_at(lease_path_[i]);
-        }
         if (host_has_room(clean)) return false;
         droppable_.insert(dirty.begin(), dirty.end());
-        host_usable_ = any_host_copy([&](NodeId copied) { return clean.contains(copied); });
+        host_usable_ = any_host_copy(
+            [&](NodeId copied) { return clean.contains(copied) || is_deferred(copied); });
         return true;
     }
 
@@ -122,12 +124,77 @@ class Residency::Forecast {
 
     // Removes the blocks from `blocks` on from the path, because the grant gives them up.
     void shorten_path(std::size_t blocks) {
-        for (std::size_t i = blocks; i < lease_path_.size(); ++i) path_.erase(lease_path_[i]);
+        const std::span<const NodeId> given_up = lease_path_.subspan(blocks);
+        put_back(given_up);
+        for (const NodeId node : given_up) path_.erase(node);
+        returned_.insert(given_up.begin(), given_up.end());
     }
 
   private:
-    bool is_out_of_queue(NodeId node) const {
-        return gone_.contains(node) || deferred_.contains(node) || path_.contains(node);
+    using Rank = PreferredQueue::Rank;
+    enum class Side : std::uint8_t { kFront, kInQueue, kBack };  // of the part of a rank
+
+    // Returns true if the block has the place that it had before the forecast.
+    bool is_in_queue(NodeId node) const {
+        return tree_.run(node).has(kQueued) && !gone_.contains(node) && !deferred_.contains(node) &&
+               !path_.contains(node) && !returned_.contains(node) && !displaced_.contains(node);
+    }
+
+    bool is_deferred(NodeId node) const {
+        return deferred_.contains(node) || (tree_.run(node).has(kParked) && !gone_.contains(node) &&
+                                            !path_.contains(node) && !returned_.contains(node));
+    }
+
+    Rank rank_of(NodeId node) const {
+        return displaced_.contains(node) ? residency_.evictable_.level_rank(node)
+                                         : residency_.evictable_.device_rank(node);
+    }
+
+    void put_in_front(NodeId node) {
+        const std::pair place(rank_of(node), Side::kFront);
+        moved_.emplace_hint(moved_.lower_bound(place), place, node);
+    }
+
+    // Returns the next victim of rank `from` or higher, and removes it: a block that has moved, or
+    // the first one in its old place from `cursor` on; or kNone.
+    NodeId take_next(NodeId& cursor, Rank from = 0) {
+        while (cursor != kNone && !is_in_queue(cursor)) {
+            cursor = residency_.evictable_.after_on_device(cursor);
+        }
+        const auto moved = moved_.lower_bound({from, Side::kFront});
+        if (moved != moved_.end() &&
+            (cursor == kNone || moved->first < std::pair(rank_of(cursor), Side::kInQueue))) {
+            const NodeId node = moved->second;
+            moved_.erase(moved);
+            return node;
+        }
+        const NodeId node = cursor;
+        if (cursor != kNone) cursor = residency_.evictable_.after_on_device(cursor);
+        return node;
+    }
+
+    // Puts blocks of the path, as used now, to the ends of their parts, the last one first. They
+    // displace others from a full share.
+    void put_back(std::span<const NodeId> path) {
+        const EvictableBlocks& evictable = residency_.evictable_;
+        std::uint32_t entered = 0;
+        for (std::size_t i = path.size(); i-- > 0;) {
+            const NodeId node = path[i];
+            if (tree_.refs(node) > 0 || !tree_[node].has(kDeviceValid)) continue;
+            moved_.emplace(std::pair(evictable.used_rank(node), Side::kBack), node);
+            ++entered;
+        }
+        if (share_ == 0 || entered == 0) return;
+        const Rank reserved = evictable.used_rank(path.front());
+        NodeId cursor = evictable.first_reserved(share_);
+        std::uint32_t excess = evictable.excess_of(share_, reserved_change_ + entered);
+        for (excess = std::min(excess, entered); excess > 0; --excess) {
+            const NodeId node = take_next(cursor, reserved);
+            moved_.emplace(std::pair(evictable.level_rank(node), Side::kBack), node);
+            if (path_.contains(node)) continue;
+            displaced_.insert(node);
+            --reserved_change_;
+        }
     }
 
     std::uint32_t device_children(NodeId node) const {
@@ -154,53 +221,33 @@ class Residency::Forecast {
         return !may_go && host_usable_;
     }
 
-    // Forecasts evict_one_device() with `node` at the front. Returns the node that stops eviction,
-    // or kNone. Sets `node` to the parent that returns to the front, or to kNone if the next node
-    // of the queue follows.
-    NodeId attempt(NodeId& node) {
+    // Forecasts evict_one_device() with `node` at the front. Returns true if it stops eviction.
+    bool attempt(NodeId node) {
         const Node& n = tree_[node];
         if (n.pins > 0 || device_children(node) > 0) {
-            if (residency_.waits_for_save(node)) return node;
+            if (residency_.waits_for_save(node)) return true;
             deferred_.insert(node);
-            node = kNone;
-            return kNone;
+            returned_.erase(node);
+            return false;
         }
-        if (must_save(node)) return node;
+        if (must_save(node)) return true;
         const bool dropped = !n.has(kHostValid);
         host_freed_ |= dropped && has_child(node);  // the host copies below it are dropped, too
         host_usable_ |= !dropped || host_freed_;
         ++free_;
         gone_.insert(node);
-        deferred_.erase(node);
+        reserved_change_ -= tree_.run(node).has(kReserved) && tree_.run(node).share == share_ &&
+                            !displaced_.contains(node);
         const NodeId parent = tree_.parent(node);
         ++gone_children_[parent].first;
         gone_children_[parent].second += dropped;
-        const bool waits = tree_.run(parent).has(kParked) || deferred_.contains(parent);
-        const bool is_free = !path_.contains(parent) && tree_[parent].pins == 0 &&
-                             tree_[parent].has(kDeviceValid) && device_children(parent) == 0;
-        if (!waits || !is_free) {
-            node = kNone;
-        } else if (residency_.evictable_.device_rank(parent) <=
-                   residency_.evictable_.device_rank(node)) {
-            node = parent;
-        } else {
-            returned_.push_back(parent);
-            node = kNone;
+        if (is_deferred(parent) && tree_[parent].pins == 0 && tree_[parent].has(kDeviceValid) &&
+            device_children(parent) == 0) {
+            deferred_.erase(parent);
+            returned_.insert(parent);
+            put_in_front(parent);
         }
-        return kNone;
-    }
-
-    // Removes and returns the block at the front of a part that is evicted before `node`, or is
-    // that of `node`, among the blocks that have returned to the front of theirs; or kNone.
-    NodeId take_returned(NodeId node) {
-        const EvictableBlocks& evictable = residency_.evictable_;
-        const auto rank = [&](NodeId returned) { return evictable.device_rank(returned); };
-        const auto first = std::ranges::min_element(returned_.rbegin(), returned_.rend(), {}, rank);
-        if (first == returned_.rend()) return kNone;
-        if (node != kNone && rank(*first) > evictable.device_rank(node)) return kNone;
-        const NodeId returned = *first;
-        returned_.erase(std::next(first).base());
-        return returned;
+        return false;
     }
 
     // Returns true if make_host_room() would free a block without reclaiming host copies of
@@ -208,13 +255,13 @@ class Residency::Forecast {
     bool host_has_room(const std::unordered_set<NodeId>& clean) const {
         if (residency_.host_.free_blocks() > 0 || host_freed_) return true;
         if (any_host_copy([&](NodeId copied) {
-                return !clean.contains(copied) && !gone_.contains(copied) &&
-                       !tree_.run(copied).has(kParked) && !deferred_.contains(copied);
+                return !clean.contains(copied) && !gone_.contains(copied) && !is_deferred(copied);
             })) {
             return true;
         }
         const auto is_leaf = [this](NodeId node) {
-            return tree_[node].pins == 0 && tree_[node].holds == 0 && !has_child(node);
+            const bool is_held = tree_[node].holds > 0 && !std::ranges::count(unheld_, node);
+            return tree_[node].pins == 0 && !is_held && !has_child(node);
         };
         for (NodeId node = residency_.evictable_.host_front(); node != kNone;
              node = residency_.evictable_.after_on_host(node)) {
@@ -242,12 +289,17 @@ class Residency::Forecast {
     std::vector<NodeId> unheld_;
     bool host_freed_;   // a drop would have freed host blocks
     bool host_usable_;  // for must_save()
+    const std::uint32_t share_;
     const std::uint32_t served_before_;
-    std::vector<NodeId> returned_;  // to the front of a part that is evicted later
-    NodeId blocked_ = kNone;        // the node that stopped can_make_room()
+    std::int64_t reserved_change_ = 0;  // of the reserved blocks of the share
+    NodeId blocked_ = kNone;            // the node that stopped can_make_room()
+    // Blocks that have other places in the queue than before: at the end of the part of a rank.
+    std::multimap<std::pair<Rank, Side>, NodeId> moved_;
     std::unordered_set<NodeId> path_;
     std::unordered_set<NodeId> gone_;
     std::unordered_set<NodeId> deferred_;
+    std::unordered_set<NodeId> returned_;   // deferred before, or given up
+    std::unordered_set<NodeId> displaced_;  // reserved before, and not of the path
     std::unordered_set<NodeId> droppable_;
     std::unordered_map<NodeId, std::pair<std::uint32_t, std::uint32_t>>
         gone_children_;  // by parent: children evicted, and children dropped

@@ -572,11 +572,13 @@ void bind_core(nb::module_& m) {
              "Return whether allocate would grant now; `saves`: after take_write_backs found "
              "nothing.")
         .def("allocatable_blocks", &Core::allocatable_blocks, "limit"_a, "saves"_a = false,
-             "Device blocks that allocate could take now for a lease without cached blocks, "
-             "whatever the reserve, up to `limit`; `saves` as for can_allocate.")
+             "salt"_a = "",
+             "Device blocks that allocate could take now for a lease of `salt` without cached "
+             "blocks, whatever the reserve, up to `limit`; `saves` as for can_allocate.")
         .def("extendable_blocks", &Core::extendable_blocks, "limit"_a, "saves"_a = false,
-             "Device blocks that extend could take now, up to `limit`; `saves` as for "
-             "can_allocate.")
+             "salt"_a = "",
+             "Device blocks that extend could take now, up to `limit`, if its first lease is of "
+             "`salt`; `saves` as for can_allocate.")
         .def(
             "indexed_blocks",
             [](const Core& core, LeaseId id) { return core.lease(id).path.size(); }, "lease"_a,
