@@ -6,7 +6,6 @@ from collections import Counter
 from random import Random
 
 import numpy as np
-import pytest
 
 from aiokv.config.cache_config import CacheConfig
 from aiokv.scheduler.plans import new_core
@@ -15,8 +14,17 @@ from tests.models.preferences import Preferences
 CONTEXTS = {"": "", "1:a": "a", "1:b": "b", "1:clora": "c"}
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_cached_blocks_equal_those_of_the_model(seed):
+def test_cached_blocks_equal_those_of_the_model():
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        seen += walk(seed)
+    # A single walk may do little of one kind; all of them together do at least twice as much.
+    assert seen["matched"] > 1_000
+    assert min(seen["retained"], seen["demote"], seen["forget"]) > 200
+    assert seen["inexact"] < 240, "in few of the 24,000 steps, retained parents are not counted"
+
+
+def walk(seed: int) -> Counter[str]:
     rng = Random(seed)
     capacity, bt = rng.randint(10, 30), 2
     shares = rng.choice([{}, {"a": 0.3}, {"a": 0.5, "b": 0.5}, {"": 0.2, "c": 0.4}])
@@ -73,11 +81,9 @@ def test_cached_blocks_equal_those_of_the_model(seed):
         kept = Counter(c for c, t in model.level if model.level[c, t] > (1,))
         counted = core.retained_blocks()  # without parents whose children are evicted later
         assert Counter(counted) <= kept
-        seen["exact"] += counted == kept
+        seen["inexact"] += counted != kept
         assert core.violations() == []
-    assert seen["matched"] > 10
-    assert seen["retained"] + seen["demote"] + seen["forget"] > 5
-    assert seen["exact"] > 320
+    return seen
 
 
 def test_a_matched_prompt_beyond_its_share_is_retained_whole():
