@@ -134,10 +134,10 @@ class Residency::Forecast {
     using Rank = PreferredQueue::Rank;
     enum class Side : std::uint8_t { kFront, kInQueue, kBack };  // of the part of a rank
 
-    // Returns true if the block has the place that it had before the forecast.
+    // Returns true if the block, which is or was in the queue, has its old place there.
     bool is_in_queue(NodeId node) const {
-        return tree_.run(node).has(kQueued) && !gone_.contains(node) && !deferred_.contains(node) &&
-               !path_.contains(node) && !returned_.contains(node) && !displaced_.contains(node);
+        return !gone_.contains(node) && !deferred_.contains(node) && !path_.contains(node) &&
+               !returned_.contains(node) && !displaced_.contains(node);
     }
 
     bool is_deferred(NodeId node) const {
