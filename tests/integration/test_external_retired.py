@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
 from aiokv.errors import LeaseError, UsageError
+from aiokv.testing import ScriptedStore, spin
 from tests.harness.cache import Cache, prompt
 from tests.harness.external import LONG, A, B, C, ExternalCache
+
+if TYPE_CHECKING:
+    from aiokv import Lease
 
 pytestmark = pytest.mark.asyncio
 
@@ -167,3 +173,116 @@ async def test_retiring_ends_the_wait_for_an_onload_that_writes_shared_blocks():
         assert cache.hit(LONG)[1] == 3
         for lease in (user, loading, other):
             lease.release()
+
+
+# --- with stores ------------------------------------------------------------------------------
+
+
+async def write_and_retire(cache: ExternalCache, tokens: np.ndarray, first: int) -> Lease:
+    """Return a lease that was retired while the save of its last blocks goes on."""
+    lease = await cache.write(tokens, range(first, first + len(tokens) // 4))
+    lease.commit_blocks([], [])
+    assert lease.retire()
+    return lease
+
+
+async def copies_end(cache: ExternalCache) -> None:
+    """Complete the copies to host memory, but not what the stores do."""
+    await cache.saves_begun()
+    for copy in cache.device.offloads:
+        copy.complete_all()
+    await spin(4)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+async def test_copies_that_end_after_their_lease_was_retired_are_evicted_first(stores):
+    async with ExternalCache(host_blocks=6, stores=[ScriptedStore()] * stores) as cache:
+        await cache.store(A, range(4))
+        lease = await write_and_retire(cache, B, 4)
+        await cache.finish()
+        await cache.store(C, range(8, 12))
+        assert [cache.hit(tokens)[1] for tokens in (A, B, C)] == [3, 0, 3]
+        lease.release()
+
+
+async def test_copies_of_a_retired_lease_are_not_evicted_before_the_stores_have_them():
+    store = ScriptedStore()
+    async with ExternalCache(host_blocks=9, stores=[store]) as cache:
+        await cache.store(A, range(4))
+        gate = store.hold("save")
+        lease = await write_and_retire(cache, B, 4)
+        await copies_end(cache)
+        other = await cache.write(LONG, [0, 1, 2, 8, 9, 10])
+        other.commit_blocks([], [])
+        await copies_end(cache)
+        assert [cache.hit(tokens)[1] for tokens in (A, B)] == [3, 3]
+        gate.open()
+        await cache.finish()
+        assert len(store.objects) == 3 + 3 + 3
+        await cache.store(C, range(11, 15))
+        assert [cache.hit(tokens)[1] for tokens in (LONG, B, C)] == [6, 0, 3]
+        for held in (lease, other):
+            held.release()
+
+
+async def test_a_slow_store_keeps_the_copies_of_one_retired_lease():
+    store = ScriptedStore()
+    prompts = [prompt(seed, 1) for seed in range(6)]
+    async with ExternalCache(host_blocks=9, stores=[store]) as cache:
+        gate = store.hold("save")
+        leases = []
+        for number, tokens in enumerate(prompts):
+            leases.append(await write_and_retire(cache, tokens, number))
+            await copies_end(cache)
+        # Four saves are in flight. Of the two that wait, that of the last lease keeps its copy.
+        assert await cache.engine.evict(9, "host") == 1
+        assert [cache.hit(tokens)[1] for tokens in prompts] == [1, 1, 1, 1, 0, 1]
+        gate.open()
+        for lease in leases:
+            lease.release()
+
+
+async def test_blocks_that_a_retired_lease_copies_again_are_not_saved_again():
+    store = ScriptedStore()
+    async with ExternalCache(host_blocks=6, stores=[store]) as cache:
+        lease = await write_and_retire(cache, B, 4)
+        await cache.finish()
+        await cache.store(A, range(4))
+        await cache.store(C, range(8, 12))
+        assert cache.hit(B) == (0, 0)
+        saves = store.calls["save"]
+        assert lease.commit_blocks([], []) == 3
+        lease.release()
+        await cache.finish()
+        assert await cache.check_hit(B, range(12, 16)) == 12
+        assert store.calls["save"] == saves
+
+
+async def test_a_retired_lease_can_be_truncated_while_its_blocks_are_saved():
+    """The server reuses its last block: nothing is left of the lease's references."""
+    store = ScriptedStore()
+    async with ExternalCache(host_blocks=9, stores=[store]) as cache:
+        gate = store.hold("save")
+        lease = await write_and_retire(cache, B, 4)
+        await copies_end(cache)
+        lease.truncate(8)
+        assert lease.block_table.tolist() == [4, 5]
+        gate.open()
+        assert lease.commit_blocks([], []) == 0  # host memory still has the others
+        await cache.finish()
+        assert await cache.engine.evict(9, "host") == 1
+        lease.release()
+
+
+async def test_a_lease_is_released_while_it_waits_to_be_retired():
+    store = ScriptedStore()
+    async with ExternalCache(host_blocks=9, stores=[store]) as cache:
+        gate = store.hold("save")
+        lease = await write_and_retire(cache, B, 4)
+        lease.release()
+        await copies_end(cache)
+        assert cache.hit(B) == (0, 3)
+        gate.open()
+        await cache.finish()
+        assert len(store.objects) == 3
+        assert await cache.check_hit(B, range(12, 16)) == 12

@@ -2,9 +2,13 @@
 
 vLLM's prefix cache keeps the blocks of a finished request until it gives them to others, in the
 order of its queue of free blocks. So a copy in host memory is of no use before. While a lease is
-retired, its copies are evicted first, and blocks for which host memory has no room wait. vLLM
-reuses the last block of a request first. When this block comes near the front of the queue, host
-memory gets the blocks that it lacks, except those that newer requests share, and the lease ends.
+retired, its copies are evicted first, and blocks for which host memory has no room wait. With
+stores, blocks wait only while their request runs: its end copies them, and the copies are evicted
+first when the stores have saved them.
+
+vLLM reuses the last block of a request first. When this block comes near the front of the queue,
+host memory gets the blocks that it lacks, except those that newer requests share, and the lease
+ends.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokv.connectors.vllm.cache import Watched
 from aiokv.connectors.vllm.groups import NO_BLOCK
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from aiokv.sync import Answer, Calls, SyncLease
     from aiokv.worker.device.base import Event
 
+# Longest time for which blocks of a request that runs wait on the device alone, with stores.
+_STORE_DELAY_SECONDS: Final = 20.0
+
 
 class Saves:
     """Commits blocks after the steps that compute them; ends and retires leases.
@@ -31,6 +35,7 @@ class Saves:
         freed: gets the blocks that transfers use after vLLM has freed them.
         retired: the retired leases.
         timeout: longest wait for transfers in seconds.
+        has_stores: True if the stores get each block when its request ends, at the latest.
 
     Attributes:
         finishing: requests that have finished, and whose last blocks the next commit saves.
@@ -43,12 +48,15 @@ class Saves:
         freed: FreedBlocks,
         retired: RetiredLeases,
         timeout: float,
+        *,
+        has_stores: bool,
     ) -> None:
         self._cache = cache
         self._groups = groups
         self._freed = freed
         self._retired = retired
         self._timeout = timeout
+        self._has_stores = has_stores
         self.finishing: list[CachedRequest] = []
         self._posted: _Commits | None = None  # the last commits, whose answers were not read yet
 
@@ -82,10 +90,12 @@ class Saves:
         calls = self._cache.calls()
         committed = []
         keeps = self._retired.keeps
+        oldest = time.monotonic() - _STORE_DELAY_SECONDS if keeps and self._has_stores else 0.0
         for cached in requests:
             blocks, lease = self._num_complete(cached), cached.lease
             if blocks > cached.committed and lease is not None:
-                answer = self._add_commit(calls, lease, cached, blocks, keeps=keeps)
+                waits = keeps and cached.matched_at >= oldest
+                answer = self._add_commit(calls, lease, cached, blocks, keeps=waits)
                 committed.append((cached, answer))
         ends = self._end_retired(calls)
         retired = self._retire_finished(calls, ends)
@@ -209,6 +219,8 @@ class Saves:
                     calls.commit_blocks(lease, [], [])
                 ends.append(_End(lease, ids, saves, label))
                 continue
+            if self._has_stores:
+                calls.commit_blocks(lease, [], [])
             retired.append(_Retiring(lease, ids, label, calls.retire(lease, returns=label)))
             self._retired.add(lease, ids)
             self._freed.add(ids, 0, Watched(lease, retired[-1].answer))

@@ -140,9 +140,16 @@ class SchedulerHalf:
         self._retired = RetiredLeases(
             pool,
             -(-step_tokens // groups.block_tokens),
-            None if groups.sides or options.stores else cache.host_blocks,
+            None if groups.sides else cache.host_blocks,
         )
-        self._saves = Saves(cache, groups, self._freed, self._retired, self._timeout)
+        self._saves = Saves(
+            cache,
+            groups,
+            self._freed,
+            self._retired,
+            self._timeout,
+            has_stores=bool(options.stores),
+        )
         self._loads = Loads(cache, groups, self._freed, link, arrivals, self._saves, self._timeout)
         self._prefills = PrefillClock()
 

@@ -6,7 +6,9 @@
 // leases may share them; DeviceUses knows which of them transfers read or write.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -21,6 +23,7 @@
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/residency.hpp"
+#include "aiokv/stored_blocks.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
 namespace aiokv {
@@ -37,9 +40,9 @@ struct ExternalEnd {
 class ExternalBlocks {
   public:
     ExternalBlocks(const CoreConfig& config, const DevicePool& device, RunPool& host,
-                   LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
-                   TransferLedger& transfers, Promises& promises, DeviceUses& uses,
-                   ExternalGroups& groups)
+                   LeaseTable& leases, Index& index, Residency& residency,
+                   const StoredBlocks& stored, StoreSaver& store_saver, TransferLedger& transfers,
+                   Promises& promises, DeviceUses& uses, ExternalGroups& groups)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -48,6 +51,7 @@ class ExternalBlocks {
           transfers_(transfers),
           uses_(uses),
           groups_(groups),
+          stored_(stored),
           saves_(config, device, host, leases, index, residency, store_saver, transfers, promises,
                  uses, groups) {}
 
@@ -71,9 +75,14 @@ class ExternalBlocks {
     // Drops the refs and the ids of the lease.
     void give_up(Lease& lease);
     // Drops the refs of a lease whose request has ended, while the server's cache keeps its ids:
-    // its host copies are evicted first; see Residency::evict_first(). The next commit takes refs
-    // again.
+    // its host copies are evicted first; see Residency::evict_first(). This waits for saves of its
+    // blocks to host memory and to stores: a block that is evicted cannot be saved. The next commit
+    // takes refs again.
     void retire(Lease& lease);
+    // Call when a save to host memory or to the stores has ended.
+    void end_retiring();
+    // Drops the refs of a lease that was retired now, because the server reuses its ids.
+    void drop_retiring(Lease& lease);
     // Returns false while an onload writes ids of the lease, and if it publishes no blocks.
     bool can_retire(const Lease& lease) const;
     // Call when the lease no longer waits for the onload. An onload without a waiting lease is
@@ -110,6 +119,14 @@ class ExternalBlocks {
         std::uint32_t first_block = 0;  // index in the prompt
     };
 
+    // A call of retire() that waits for saves, with the blocks of the lease. Void if the lease does
+    // not retire any more.
+    struct Retiring {
+        LeaseId lease;
+        std::size_t blocks;
+    };
+
+    bool awaits_saves(const Lease& lease) const;
     [[noreturn]] static void refuse_always(const char* call, const char* hint);
     void check_ids(const Lease& lease, std::span<const BlockId> ids,
                    std::span<const BlockId> group_ids);
@@ -123,15 +140,18 @@ class ExternalBlocks {
 
     const CoreConfig& config_;
     const DevicePool& device_;
-    const LeaseTable& leases_;
+    LeaseTable& leases_;
     Index& index_;
     Residency& residency_;
     TransferLedger& transfers_;
     DeviceUses& uses_;
     ExternalGroups& groups_;
+    const StoredBlocks& stored_;
     ExternalSaves saves_;
     std::unordered_map<TransferId, Onload> onloads_;
     std::vector<TransferId> abandoned_;
+    std::deque<Retiring> retiring_;  // in the order of retire(), which is also that of the saves
+    std::size_t retiring_blocks_ = 0;
     std::vector<std::uint32_t> seen_;  // by id: number of the last check_ids() that has found it
     std::uint32_t check_ = 0;
     std::uint64_t onloaded_ = 0;

@@ -61,6 +61,9 @@ class ExternalSaves {
     void announce(Lease& lease);
     // Call when the lease gives its blocks up. Their saves continue.
     void leave(Lease& lease);
+    // Call when the request of the lease has ended: it waits for its saves in flight, and promises no
+    // blocks.
+    void retire(Lease& lease);
     // Call when the lease has no handle any more: it promises only the blocks that are being saved.
     void keep_promise(Lease& lease);
     void hand_over(Lease& lease, Lease& keeper);

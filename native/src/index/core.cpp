@@ -88,8 +88,8 @@ Core::Core(const CoreConfig& config)
       uses_(index_.tree(), leases_),
       batches_(leases_),
       peers_(config_, device_, leases_, index_, auxiliary_, windows_, transfers_),
-      external_(config_, device_, host_, leases_, index_, residency_, store_saver_, transfers_,
-                promises_, device_uses_, external_groups_),
+      external_(config_, device_, host_, leases_, index_, residency_, stored_, store_saver_,
+                transfers_, promises_, device_uses_, external_groups_),
       matching_(config_, index_, auxiliary_, transfers_),
       misses_(config_, index_, promises_),
       fetches_(config_, index_, stored_, matching_, residency_, transfers_),
@@ -219,7 +219,9 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
     } else {
         completions_.complete(id, outcome, first_bad_block);
     }
-    return external_.exist() ? end_saved() : std::vector<LeaseId>{};
+    if (!external_.exist()) return {};
+    external_.end_retiring();
+    return end_saved();
 }
 
 std::vector<LeaseId> Core::end_saved() {
@@ -252,7 +254,6 @@ bool Core::retire(LeaseId id, std::string_view label) {
     Lease& lease = leases_.at(id);
     if (!external_.can_retire(lease)) return false;
     if (!label.empty()) residency_.on_label(lease, label);
-    promises_.withdraw(lease);
     external_.retire(lease);
     return true;
 }

@@ -10,6 +10,9 @@ namespace aiokv {
 
 namespace {
 
+// Retired leases that wait for saves keep at most one of so many host blocks.
+constexpr std::size_t kMostRetiring = 8;
+
 // Visits the ids of the blocks `from` to `to - 1` of all groups.
 template <class Visit>
 void for_each_id(std::span<const BlockId> ids, std::span<const BlockId> group_ids, std::size_t from,
@@ -294,6 +297,7 @@ void ExternalBlocks::give_up(Lease& lease) {
     residency_.unref(lease.path);
     lease.path.clear();
     lease.table.clear();
+    lease.retires = false;
 }
 
 bool ExternalBlocks::can_retire(const Lease& lease) const {
@@ -303,10 +307,50 @@ bool ExternalBlocks::can_retire(const Lease& lease) const {
 }
 
 void ExternalBlocks::retire(Lease& lease) {
+    saves_.retire(lease);
+    const std::size_t blocks = lease.path.size() + lease.saving.size();
+    retiring_.push_back({lease.id(), blocks});
+    retiring_blocks_ += blocks;
+    end_retiring();
+}
+
+void ExternalBlocks::end_retiring() {
+    // A slow store must not fill host memory with copies of blocks that the server has.
+    const std::size_t most = config_.host_blocks / kMostRetiring;
+    while (!retiring_.empty()) {
+        const auto [id, blocks] = retiring_.front();
+        if (leases_.is_open(id) && leases_.at(id).retires) {
+            const bool has_room = retiring_blocks_ <= most || retiring_.size() == 1;
+            if (has_room && awaits_saves(leases_.at(id))) return;
+            drop_retiring(leases_.at(id));
+        }
+        retiring_blocks_ -= blocks;
+        retiring_.pop_front();
+    }
+}
+
+// Returns true if blocks of the lease are being saved, or wait for a save that a store policy wants
+// now.
+bool ExternalBlocks::awaits_saves(const Lease& lease) const {
+    if (!lease.saving.empty()) return true;
+    const auto attached = std::span(lease.path).first(index_.attached_blocks(lease));
+    return std::any_of(attached.rbegin(), attached.rend(), [this](NodeId node) {
+        return stored_.has(node, kSaveQueued | kSaving);
+    });
+}
+
+void ExternalBlocks::drop_retiring(Lease& lease) {
+    if (!lease.retires) return;
+    lease.retires = false;
     saves_.leave(lease);
-    const std::size_t attached = index_.attached_blocks(lease);
+    const auto attached = std::span(lease.path).first(index_.attached_blocks(lease));
+    const auto unsaved = std::find_if_not(attached.begin(), attached.end(), [this](NodeId node) {
+        return stored_.has(node, kStored);
+    });
+    const auto saved = static_cast<std::uint32_t>(unsaved - attached.begin());
+    lease.known_stored = std::max(lease.known_stored, saved);
     residency_.unref(lease.path);
-    residency_.evict_first(std::span(lease.path).first(attached));
+    residency_.evict_first(attached);
     lease.path.clear();
 }
 

@@ -80,6 +80,7 @@ void ExternalSaves::count_uses(Lease& lease, std::size_t blocks) {
 }
 
 std::uint32_t ExternalSaves::publish(Lease& lease) {
+    lease.retires = false;
     const std::uint32_t queued = queue_blocks(lease);
     // The server may reuse ids behind a window when their positions are committed.
     if (groups_.exist()) groups_.forget_ids(lease, lease.computed_tokens / config_.block_tokens);
@@ -193,6 +194,7 @@ void ExternalSaves::announce(Lease& lease) {
     // Other policies save a block at a later use, so no lease should wait for it.
     if (config_.write_policy != SavePolicy::kWriteThrough || lease.save_failed) return;
     if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) return;
+    if (lease.retires) return;  // it may publish no more
     if (!lease.has_blocks() || (lease.is(LeaseState::kReleasing) && lease.saving.empty())) return;
     if (lease.path.size() >= lease.tokens.size() / config_.block_tokens) return;
     lease.frontier = lease.path.empty() ? index_.root_of(lease) : lease.path.back();
@@ -216,6 +218,12 @@ void ExternalSaves::leave(Lease& lease) {
     for (const SaveId id : lease.saving) std::erase(blocks_[id].leases, lease.id());
     lease.saving.clear();
     postponed_.erase(lease.id());
+}
+
+void ExternalSaves::retire(Lease& lease) {
+    promises_.withdraw(lease);
+    postponed_.erase(lease.id());
+    lease.retires = true;
 }
 
 void ExternalSaves::keep_promise(Lease& lease) {
@@ -441,6 +449,10 @@ void ExternalSaves::insert_chain(SaveId first, std::vector<SaveId>& next) {
     for (const LeaseId id : leases) {
         Lease& lease = leases_.at(id);
         note_changed(lease);
+        const std::size_t stored = lease.known_stored - std::min(depth, lease.known_stored);
+        for (const NodeId node : std::span(nodes).first(std::min(stored, nodes.size()))) {
+            residency_.set_store_flags(node, kStored);
+        }
         residency_.ref(nodes);
         residency_.note_use(lease, depth, nodes);
         lease.path.insert(lease.path.end(), nodes.begin(), nodes.end());

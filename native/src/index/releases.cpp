@@ -35,6 +35,7 @@ bool Releases::release(Lease& lease, Step step, Step used_in, std::string_view l
     promises_.withdraw(lease);
     if (lease.is(LeaseState::kFailed)) lease.flags.writes = false;  // it publishes nothing more
     leases_.move(lease, LeaseState::kReleasing);
+    lease.retires = false;
     if (!lease.saving.empty()) external_.saves().keep_promise(lease);
     return false;
 }
@@ -96,8 +97,8 @@ void Releases::leave_onloads(Lease& lease, Step step) {
 
 void Releases::check_truncate(const Lease& lease, std::int64_t num_tokens) const {
     const std::string to = "truncate to " + std::to_string(num_tokens) + " positions: ";
-    const std::int64_t indexed =
-        static_cast<std::int64_t>(lease.path.size() + lease.saving.size()) * config_.block_tokens;
+    const std::size_t shared = lease.retires ? 0 : lease.path.size() + lease.saving.size();
+    const auto indexed = static_cast<std::int64_t>(shared * config_.block_tokens);
     if (!lease.has_blocks()) {
         throw LeaseError(to + "the lease is " + name_of(lease.state) + " and has no blocks")
             .of(lease.id())
@@ -147,7 +148,8 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     const std::uint32_t blocks = config_.blocks_for(length);
     LeaseId keeper = 0;
     if (external_.exist()) {
-        // No transfer uses the ids behind those of shared blocks.
+        // No transfer uses the ids behind those of shared blocks. A retired lease shares none.
+        external_.drop_retiring(lease);
     } else if (blocks < lease.table.size() &&
                (lease.batches > 0 || peers_.use_behind(lease, blocks))) {
         keeper = cut_table(lease, blocks, step);

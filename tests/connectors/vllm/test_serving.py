@@ -49,9 +49,16 @@ if TYPE_CHECKING:
     from tests.connectors.vllm.serving import MakeServer
 
 
-def test_host_memory_adds_to_vllms_cache(make_server: MakeServer) -> None:
-    """The prompts fit in both caches together, and in neither of them."""
-    server = make_server({"cpu_bytes_to_use": 32 * 256}, num_blocks=33)
+@pytest.mark.parametrize("has_store", [False, True])
+def test_host_memory_adds_to_vllms_cache(
+    make_server: MakeServer, tmp_path: Path, has_store: bool
+) -> None:
+    """The prompts fit in both caches together, and in neither of them. A store is not read here."""
+    extra: dict[str, object] = {"cpu_bytes_to_use": 32 * 256}
+    if has_store:
+        stores = [f"disk:{tmp_path}?bytes=64MiB"]
+        extra = {"cpu_bytes_to_use": 42 * 4096, "stores": stores, "store_wait_seconds": 0.0}
+    server = make_server(extra, num_blocks=33)
     prompts = [prompt(seed, 41) for seed in range(5)]
     for turn in range(4):
         requests = []
@@ -633,6 +640,22 @@ def test_store_survives_a_restart(make_server: MakeServer, tmp_path: Path) -> No
     second.run()
     assert second.outputs["b"] == generate(tokens, 0, 4)
     assert second.loaded(request) == 40
+
+
+def test_stores_get_blocks_that_vllms_cache_keeps(make_server: MakeServer, tmp_path: Path) -> None:
+    """Host memory is full, and saves blocks that only vLLM has when their request ends."""
+    stores = {"stores": [f"disk:{tmp_path}?bytes=64MiB"]}
+    first = make_server(stores | {"cpu_bytes_to_use": 21 * 4096}, num_blocks=65)
+    prompts = [prompt(seed, 41) for seed in range(5)]
+    for name, tokens in enumerate(prompts):
+        first.add(str(name), tokens, 4)
+        first.run()
+        first.drain()
+    first.close()
+    second = make_server(stores | {"cpu_bytes_to_use": 1 << 20, "store_wait_seconds": 60.0})
+    requests = [second.add(f"again {name}", tokens, 4) for name, tokens in enumerate(prompts)]
+    second.run()
+    assert [second.loaded(request) for request in requests] == [40] * 5
 
 
 def test_vllm_counts_hits_by_their_source(
