@@ -11,13 +11,15 @@ cache on the device has 98,304 tokens (12 GiB of KV of Llama 3 8B), host memory 
 By number of clients: ``device``: vLLM alone. ``larger``: vLLM alone with as many blocks as the
 larger of both has; its hits are those of a host memory that mirrors the device. ``offloading``:
 with vLLM's own ``OffloadingConnector``, whose transfers end at once. ``both``: with
-``AiokvConnector``, in the order of arrival: no time passes here that limits another order. ``sum``:
-vLLM alone with the blocks of both.
+``AiokvConnector``, in the order of arrival: no time passes here that limits another order.
+``store``: the same with a disk store that is written and never read. ``sum``: vLLM alone with the
+blocks of both.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,12 +39,14 @@ REQUESTS: Final = 600
 CLIENTS: Final = (1, 4, 16)
 GENERATED: Final = 64
 VOCABULARY: Final = 50_000
+PAGE_BYTES: Final = 4_096  # with a disk store, each block begins at a page
 RECORDED_CLIENTS: Final = (4, 16)
 SERVERS: Final[dict[str, tuple[int, str]]] = {
     "device": (DEVICE_BLOCKS, ""),
     "larger": (max(DEVICE_BLOCKS, HOST_BLOCKS), ""),
     "offloading": (DEVICE_BLOCKS, "OffloadingConnector"),
     "both": (DEVICE_BLOCKS, "AiokvConnector"),
+    "store": (DEVICE_BLOCKS, "AiokvConnector"),
     "sum": (DEVICE_BLOCKS + HOST_BLOCKS, ""),
 }
 
@@ -60,13 +64,12 @@ def run(quick: bool) -> dict[str, Any]:
     ]
     results = {
         f"hit_share_{clients}_clients": {
-            name: _hit_shares(*server, documents, {clients: questions})[clients]
-            for name, server in SERVERS.items()
+            name: _hit_shares(name, documents, {clients: questions})[clients] for name in SERVERS
         }
         for clients in (CLIENTS[:1] if quick else CLIENTS)
     }
     if not quick:
-        shares = {name: _recorded_hit_shares(*server) for name, server in SERVERS.items()}
+        shares = {name: _recorded_hit_shares(name) for name in SERVERS}
         for clients in RECORDED_CLIENTS:
             results[f"hit_share_recorded_{clients}_clients"] = {
                 name: share[clients] for name, share in shares.items()
@@ -79,7 +82,7 @@ def _tokens(rng: np.random.Generator, count: int) -> list[int]:
     return tokens
 
 
-def _recorded_hit_shares(device_blocks: int, connector: str) -> dict[int, float]:
+def _recorded_hit_shares(name: str) -> dict[int, float]:
     documents = long_documents()
     questions = DocumentQuestions(documents)
     loads = {
@@ -87,31 +90,35 @@ def _recorded_hit_shares(device_blocks: int, connector: str) -> dict[int, float]
         for clients, count in DOCUMENT_REQUESTS.items()
     }
     return _hit_shares(
-        device_blocks,
-        connector,
+        name,
         [document.token_ids(VOCABULARY) for document in documents],
         {clients: loads[clients] for clients in RECORDED_CLIENTS},
     )
 
 
 def _hit_shares(
-    device_blocks: int,
-    connector: str,
+    name: str,
     documents: Sequence[list[int]],
     loads: Mapping[int, Sequence[list[int]]],
 ) -> dict[int, float]:
     """Return the shares of the prompt tokens of each load that hit, by number of clients."""
-    extra = {"admission": "arrival"} if connector == "AiokvConnector" else None
-    server = Server(device_blocks, connector, host_blocks=HOST_BLOCKS, extra=extra)
+    device_blocks, connector = SERVERS[name]
+    extra: dict[str, Any] = {"admission": "arrival"} if connector == "AiokvConnector" else {}
     shares = {}
-    try:
-        _serve(server, documents, 2)
-        for clients, questions in loads.items():
-            cached = server.cached_tokens
-            _serve(server, questions, clients)
-            shares[clients] = (server.cached_tokens - cached) / sum(map(len, questions))
-    finally:
-        server.close()
+    with tempfile.TemporaryDirectory() as directory:
+        if name == "store":
+            extra["stores"] = [f"disk:{directory}/kv?bytes=4GiB"]
+            extra["store_wait_seconds"] = 0.0
+            extra["cpu_bytes_to_use"] = HOST_BLOCKS * PAGE_BYTES
+        server = Server(device_blocks, connector, host_blocks=HOST_BLOCKS, extra=extra)
+        try:
+            _serve(server, documents, 2)
+            for clients, questions in loads.items():
+                cached = server.cached_tokens
+                _serve(server, questions, clients)
+                shares[clients] = (server.cached_tokens - cached) / sum(map(len, questions))
+        finally:
+            server.close()
     return shares
 
 

@@ -133,8 +133,14 @@ def test_default_settings_relative_to_the_offload_of_vllm():
 H200 = results("vllm-h200")
 LARGE, SHORT = H200["all in host memory"], H200["short host memory"]
 LARGE_LOADS = {f"{n} client{'s' * (n > 1)}": f"documents_{n}_clients" for n in (1, 4, 16, 32)}
-SHORT_LOADS = {f"short host memory, {n} clients": f"documents_{n}_clients" for n in (4, 16, 32)}
+DISK = H200["short host memory and a disk"]
+SHORT_LOADS = {f"short host memory, {n} clients": f"documents_{n}_clients" for n in (16, 32)}
 SHORT_LOADS["short host memory, 32 agents"] = "agents"
+MANY_AGENTS = H200["64 agents"]
+
+
+def rate(load: dict[str, Any]) -> float:
+    return load["requests_per_second"]
 
 
 def of_load(load: dict[str, Any] | None, *, whole: bool, hits: bool = False) -> str:
@@ -162,6 +168,11 @@ def test_all_in_host_memory_on_an_h200():
     for name, load in (LARGE_LOADS | more).items():
         expected = [of_load(LARGE[server].get(load), whole=True) for server in servers]
         assert cells_of(MEASURED, f"{name} | {expected[0]}")[1:] == expected
+    later = [
+        H200["256 tokens"].get(s, {}).get("documents_6_per_second_256_tokens") for s in servers
+    ]
+    expected = [of_load(load, whole=True) for load in later]
+    assert cells_of(MEASURED, "256 tokens, 6 per second")[1:] == expected
 
 
 def test_hits_on_the_device_of_an_h200():
@@ -181,15 +192,40 @@ def test_hits_on_the_device_of_an_h200():
 
 
 def test_short_host_memory_on_an_h200():
-    for name, load in SHORT_LOADS.items():
-        servers = ("vllm", "lmcache", "aiokv", "aiokv-disk")
-        expected = [of_load(SHORT[s].get(load), whole=True, hits=True) for s in servers]
+    tables = [(SHORT, name, load) for name, load in SHORT_LOADS.items()]
+    for table, name, load in [*tables, (MANY_AGENTS, "short host memory, 64 agents", "agents")]:
+        servers = ("vllm", "lmcache", "aiokv")
+        expected = [
+            of_load(table.get(server, {}).get(load), whole=True, hits=True) for server in servers
+        ]
         assert cells_of(MEASURED, name)[1:] == expected
+    ratio = rate(MANY_AGENTS["aiokv"]["agents"]) / rate(MANY_AGENTS["vllm"]["agents"])
+    assert f"`aiokv` served {ratio:.2f} times the requests of `vllm`." in MEASURED.replace(
+        "\n", " "
+    )
+
+
+def test_short_host_memory_and_a_disk_on_an_h200():
+    loads = [f"documents_{clients}_clients" for clients in (4, 16)]
+    for clients, load in zip((4, 16), loads, strict=True):
+        servers = ("aiokv", "aiokv-disk", "lmcache-disk", "aiokv-disk, another machine")
+        expected = [of_load(DISK[server][load], whole=True, hits=True) for server in servers]
+        assert cells_of(MEASURED, f"with a disk, {clients} clients")[1:] == expected
+    own = [rate(DISK["aiokv-disk"][load]) for load in loads]
+    others = [rate(DISK["lmcache-disk"][load]) for load in loads]
+    without = [rate(DISK["aiokv"][load]) for load in loads]
+    again = rate(DISK["aiokv-disk, another machine"][loads[1]]) / without[1]
+    ratios = [a / b for a, b in zip(own, others, strict=True)]
+    costs = [a / b for a, b in zip(own, without, strict=True)]
+    text = " ".join(MEASURED.split())
+    assert "served {:.2f} and {:.2f} times the requests of `lmcache-disk`".format(*ratios) in text
+    assert "costs: {:.2f} and {:.2f} times the requests without a disk".format(*costs) in text
+    assert f"on the other machine {again:.2f} times with 16 clients" in text
 
 
 def test_servers_on_an_h200_in_the_readme():
     tables = [(LARGE, name, load) for name, load in LARGE_LOADS.items() if name != "1 client"]
-    tables += [(SHORT, name, load) for name, load in SHORT_LOADS.items() if " 4 " not in name]
+    tables += [(SHORT, name, load) for name, load in SHORT_LOADS.items()]
     for table, name, load in tables:
         servers = ("vllm", "lmcache", "aiokv")
         expected = [of_load(table[server][load], whole=False) for server in servers]
@@ -197,9 +233,6 @@ def test_servers_on_an_h200_in_the_readme():
 
 
 def test_servers_on_an_h200_relative_to_the_offload_of_vllm():
-    def rate(load: dict[str, Any]) -> float:
-        return load["requests_per_second"]
-
     def hits(load: dict[str, Any]) -> float:
         return load["cached_tokens"] / load["prompt_tokens"]
 
@@ -506,7 +539,7 @@ def hits_where_host_memory_is_short(name: str) -> dict[str, float]:
 def test_hits_where_host_memory_is_short(start, name):
     hits = hits_where_host_memory_is_short(name)
     section = MEASURED[MEASURED.index("### Hits where host memory is short") :]
-    shares = [f"{hits[name]:.3f}" for name in ("device", "offloading", "both", "sum")]
+    shares = [f"{hits[name]:.3f}" for name in ("device", "offloading", "both", "store", "sum")]
     shares.insert(3, f"\N{MULTIPLICATION SIGN}{hits['both'] / hits['offloading']:.2f}")
     assert cells_of(section[: section.index("vLLM's own connector copies")], start)[1:] == shares
 
