@@ -786,9 +786,11 @@ class Lease(Unique):
 
         Call it when the request has ended. Of the copies in host memory, those of the lease are
         evicted first from now on, if no other request needs them, so that host memory keeps what
-        the server has lost. Copies that are being made, or that stores are to save first, wait for
-        that; at most an eighth of host memory, and one lease, waits. Before the server reuses the blocks, call ``commit_blocks([], [])``,
-        which copies what host memory lacks, and ``release``.
+        the server has lost. Copies in progress, and copies that stores have yet to save, are
+        evicted first when this has ended. Leases that wait for it keep at most an eighth of host
+        memory, or one lease does; copies beyond that are evicted unsaved. Before the server reuses
+        the blocks, call ``commit_blocks([], [])``, which copies what host memory lacks, and
+        ``release``.
 
         Args:
             returns: label of the request; see ``release``.

@@ -242,22 +242,6 @@ async def test_a_slow_store_keeps_the_copies_of_one_retired_lease():
             lease.release()
 
 
-async def test_blocks_that_a_retired_lease_copies_again_are_not_saved_again():
-    store = ScriptedStore()
-    async with ExternalCache(host_blocks=6, stores=[store]) as cache:
-        lease = await write_and_retire(cache, B, 4)
-        await cache.finish()
-        await cache.store(A, range(4))
-        await cache.store(C, range(8, 12))
-        assert cache.hit(B) == (0, 0)
-        saves = store.calls["save"]
-        assert lease.commit_blocks([], []) == 3
-        lease.release()
-        await cache.finish()
-        assert await cache.check_hit(B, range(12, 16)) == 12
-        assert store.calls["save"] == saves
-
-
 async def test_a_retired_lease_can_be_truncated_while_its_blocks_are_saved():
     """The server reuses its last block: nothing is left of the lease's references."""
     store = ScriptedStore()

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, EventStream, LeaseState, Outcome, SavePolicy
+from aiokv._native import Core, EventStream, LeaseState, Outcome, SavePolicy, StoreConfig
 from aiokv.errors import LeaseError, UsageError
 from tests.models.external_device import BLOCK_BYTES, GARBAGE, ExternalDevice, block_bytes
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
@@ -57,17 +57,20 @@ class ExternalMachine(RuleBasedStateMachine):
         history_blocks=st.sampled_from([0, 4, 50]),
         min_onload_blocks=st.sampled_from([0, 0, 2]),
         write_policy=st.sampled_from([POLICIES[0], *POLICIES]),
+        store_queue=st.sampled_from([0, 2, 50]),
     )
-    def begin(self, **sizes: Any) -> None:
+    def begin(self, store_queue: int, **sizes: Any) -> None:
         self.bt: int = sizes["block_tokens"]
         self.policy = sizes["write_policy"]
-        self.core = Core(external_device=True, **sizes)
+        stores = StoreConfig(queue_blocks=store_queue) if store_queue else None
+        self.core = Core(external_device=True, stores=stores, **sizes)
         self.events = EventStream(self.core, MAX_EVENT_BLOCKS)  # violations() compares it
         self.events.drain(1)
         self.device = ExternalDevice(sizes["device_blocks"])
         self.host = np.tile(GARBAGE, (sizes["host_blocks"], 1))
         self.callers: list[Caller] = []
         self.moving: dict[int, Moving] = {}
+        self.storing: dict[int, tuple[list[int], Any]] = {}  # host ids and their bytes
         # Device id -> leases whose saves of it are queued; empty where that is not certain.
         self.queued: dict[int, set[int]] = {}
         self.committed: list[tuple[int, ...]] = []  # prefixes that must be cached at rest
@@ -402,6 +405,22 @@ class ExternalMachine(RuleBasedStateMachine):
             known = block not in self.queued and len(owners) == 1
             self.queued[block] = owners if known else set()
 
+    @rule()
+    def store(self) -> None:
+        """Begin a save to the stores, which reads host memory until its end."""
+        if (transfer_id := self.core.take_saves()) != 0:
+            ids = np.frombuffer(self.core.store_transfer(transfer_id)[1], "<i4").tolist()
+            self.storing[transfer_id] = ids, self.host[ids].copy()
+
+    @precondition(lambda self: self.storing)
+    @rule(which=pick, refuses=st.booleans())
+    def stored(self, which: int, refuses: bool) -> None:
+        transfer_id = sorted(self.storing)[which % len(self.storing)]
+        ids, seen = self.storing.pop(transfer_id)
+        assert (self.host[ids] == seen).all()  # I3: the host blocks were not reused
+        self.core.complete(transfer_id, Outcome.FAILED if refuses else Outcome.DONE)
+        self.core.settle()
+
     @rule(blocks=st.integers(1, 4))
     def evict(self, blocks: int) -> None:
         self.losses += self.core.evict_host(blocks) > 0
@@ -441,6 +460,9 @@ class ExternalMachine(RuleBasedStateMachine):
             for transfer_id in sorted(self.moving):
                 self.end(transfer_id, len(self.moving[transfer_id].device))
             self.save(True)
+            self.store()
+            while self.storing:
+                self.stored(0, False)
         assert not self.moving
         assert not self.core.wants_backups()
         assert all(self.core.is_idle(c.id) for c in self.callers)
@@ -454,6 +476,17 @@ class ExternalMachine(RuleBasedStateMachine):
         if not any(c.is_granted for c in self.callers):
             for caller in self.callers:
                 assert self.core.pending(caller.id) == (0, 0)
+
+    def teardown(self) -> None:
+        """Retired leases keep no block of host memory when nothing is being saved."""
+        if not hasattr(self, "core"):
+            return
+        for caller in list(self.callers):
+            if not self.core.retire(caller.id):
+                self.give_back(self.callers.index(caller), False)
+        self.rest()
+        cached = self.core.statistics().attention.host.cached
+        assert self.core.evict_host(len(self.host)) == cached
 
     # --- invariants ---------------------------------------------------------------------------
 

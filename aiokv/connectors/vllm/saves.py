@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aiokv.sync import Answer, Calls, SyncLease
     from aiokv.worker.device.base import Event
 
-# Longest time for which blocks of a request that runs wait on the device alone, with stores.
+# With stores, longest time from the match of a running request for which its blocks wait.
 _STORE_DELAY_SECONDS: Final = 20.0
 
 

@@ -79,9 +79,9 @@ class ExternalBlocks {
     // blocks to host memory and to stores: a block that is evicted cannot be saved. The next commit
     // takes refs again.
     void retire(Lease& lease);
-    // Call when a save to host memory or to the stores has ended.
+    // Call when saves to host memory or to the stores may have ended.
     void end_retiring();
-    // Drops the refs of a lease that was retired now, because the server reuses its ids.
+    // Drops the refs of a retired lease at once, whether or not its saves have ended.
     void drop_retiring(Lease& lease);
     // Returns false while an onload writes ids of the lease, and if it publishes no blocks.
     bool can_retire(const Lease& lease) const;
@@ -119,8 +119,8 @@ class ExternalBlocks {
         std::uint32_t first_block = 0;  // index in the prompt
     };
 
-    // A call of retire() that waits for saves, with the blocks of the lease. Void if the lease does
-    // not retire any more.
+    // A retired lease that waits for saves, and its blocks. Ignored if the lease was committed,
+    // truncated or released since.
     struct Retiring {
         LeaseId lease;
         std::size_t blocks;
@@ -150,7 +150,7 @@ class ExternalBlocks {
     ExternalSaves saves_;
     std::unordered_map<TransferId, Onload> onloads_;
     std::vector<TransferId> abandoned_;
-    std::deque<Retiring> retiring_;  // in the order of retire(), which is also that of the saves
+    std::deque<Retiring> retiring_;  // in the order of retire(), mostly that of the saves
     std::size_t retiring_blocks_ = 0;
     std::vector<std::uint32_t> seen_;  // by id: number of the last check_ids() that has found it
     std::uint32_t check_ = 0;

@@ -61,8 +61,8 @@ class ExternalSaves {
     void announce(Lease& lease);
     // Call when the lease gives its blocks up. Their saves continue.
     void leave(Lease& lease);
-    // Call when the request of the lease has ended: it waits for its saves in flight, and promises no
-    // blocks.
+    // Call when the request of the lease has ended: it waits for its saves in flight, and promises
+    // no blocks.
     void retire(Lease& lease);
     // Call when the lease has no handle any more: it promises only the blocks that are being saved.
     void keep_promise(Lease& lease);

@@ -148,7 +148,6 @@ struct Lease {
     // Saves of external device blocks; see ExternalSaves.
     bool save_failed = false;          // true: saves no more blocks in this grant
     bool retires = false;              // drops its refs when saves need them no longer
-    std::uint32_t known_stored = 0;    // leading blocks that the stores had when it dropped them
     std::uint32_t kept_blocks = 0;     // leading blocks that the server will keep on the device
     std::uint32_t counted_blocks = 0;  // leading blocks whose use is counted
     std::uint32_t due_blocks = 0;      // leading blocks that were used often enough

@@ -6,7 +6,7 @@
 //   normal    in the order of the policy
 //   retained  a part per level of Levels: by priority, and then by the end of the retention
 //   reserved  a part per salt with a share, at most as many blocks as the share, including deferred
-//             ones; first that of the salt for which room is made, because others are to keep
+//             ones; first that of the salt for which room is made, so that others keep
 //             theirs
 //
 // Within a part other than the normal one, the least recently used run is evicted first. All runs

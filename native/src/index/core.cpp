@@ -219,12 +219,11 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
     } else {
         completions_.complete(id, outcome, first_bad_block);
     }
-    if (!external_.exist()) return {};
-    external_.end_retiring();
-    return end_saved();
+    return external_.exist() ? end_saved() : std::vector<LeaseId>{};
 }
 
 std::vector<LeaseId> Core::end_saved() {
+    external_.end_retiring();
     const std::vector<LeaseId> ended = external_.saves().take_ended();
     for (const LeaseId lease : ended) releases_.end(leases_.at(lease), 0);
     return ended;

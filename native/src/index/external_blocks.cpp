@@ -10,8 +10,8 @@ namespace aiokv {
 
 namespace {
 
-// Retired leases that wait for saves keep at most one of so many host blocks.
-constexpr std::size_t kMostRetiring = 8;
+// Retired leases that wait for saves keep at most this part of the host blocks, or one lease does.
+constexpr std::size_t kRetiringDivisor = 8;
 
 // Visits the ids of the blocks `from` to `to - 1` of all groups.
 template <class Visit>
@@ -316,7 +316,7 @@ void ExternalBlocks::retire(Lease& lease) {
 
 void ExternalBlocks::end_retiring() {
     // A slow store must not fill host memory with copies of blocks that the server has.
-    const std::size_t most = config_.host_blocks / kMostRetiring;
+    const std::size_t most = config_.host_blocks / kRetiringDivisor;
     while (!retiring_.empty()) {
         const auto [id, blocks] = retiring_.front();
         if (leases_.is_open(id) && leases_.at(id).retires) {
@@ -334,23 +334,17 @@ void ExternalBlocks::end_retiring() {
 bool ExternalBlocks::awaits_saves(const Lease& lease) const {
     if (!lease.saving.empty()) return true;
     const auto attached = std::span(lease.path).first(index_.attached_blocks(lease));
-    return std::any_of(attached.rbegin(), attached.rend(), [this](NodeId node) {
-        return stored_.has(node, kSaveQueued | kSaving);
-    });
+    return std::any_of(attached.rbegin(), attached.rend(),
+                       [this](NodeId node) { return stored_.has(node, kSaveQueued | kSaving); });
 }
 
 void ExternalBlocks::drop_retiring(Lease& lease) {
     if (!lease.retires) return;
     lease.retires = false;
     saves_.leave(lease);
-    const auto attached = std::span(lease.path).first(index_.attached_blocks(lease));
-    const auto unsaved = std::find_if_not(attached.begin(), attached.end(), [this](NodeId node) {
-        return stored_.has(node, kStored);
-    });
-    const auto saved = static_cast<std::uint32_t>(unsaved - attached.begin());
-    lease.known_stored = std::max(lease.known_stored, saved);
+    const std::size_t attached = index_.attached_blocks(lease);
     residency_.unref(lease.path);
-    residency_.evict_first(attached);
+    residency_.evict_first(std::span(lease.path).first(attached));
     lease.path.clear();
 }
 
@@ -362,6 +356,15 @@ void ExternalBlocks::add_to(CoreStatistics& statistics) const {
 
 void ExternalBlocks::check(Report& report) const {
     if (!exist()) return;
+    std::size_t retiring_blocks = 0;
+    for (const Retiring& each : retiring_) retiring_blocks += each.blocks;
+    report.require(retiring_blocks == retiring_blocks_, "I5: retired leases have ", retiring_blocks,
+                   " blocks, not ", retiring_blocks_);
+    for (const Lease& lease : leases_) {
+        report.require(
+            !lease.retires || std::ranges::count(retiring_, lease.id(), &Retiring::lease) > 0,
+            "I5: retired lease ", lease.id(), " does not wait for saves");
+    }
     for (const auto& [id, onload] : onloads_) {
         const Transfer& transfer = onload.transfer;
         for (std::size_t i = 0; i < transfer.nodes.size(); ++i) {

@@ -449,10 +449,6 @@ void ExternalSaves::insert_chain(SaveId first, std::vector<SaveId>& next) {
     for (const LeaseId id : leases) {
         Lease& lease = leases_.at(id);
         note_changed(lease);
-        const std::size_t stored = lease.known_stored - std::min(depth, lease.known_stored);
-        for (const NodeId node : std::span(nodes).first(std::min(stored, nodes.size()))) {
-            residency_.set_store_flags(node, kStored);
-        }
         residency_.ref(nodes);
         residency_.note_use(lease, depth, nodes);
         lease.path.insert(lease.path.end(), nodes.begin(), nodes.end());

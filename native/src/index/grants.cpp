@@ -69,7 +69,7 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
     const std::uint32_t needed = total - residency_.ref(lease.path);
     if (config_.external_device) {  // the server names device blocks later
         lease.save_failed = false;
-        lease.kept_blocks = lease.known_stored = 0;
+        lease.kept_blocks = 0;
         take_blocks(lease, 0);
         return Grant::kReady;
     }

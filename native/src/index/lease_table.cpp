@@ -150,7 +150,8 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.store_hit = 0;
     lease.digests.clear();
-    lease.counted_blocks = lease.due_blocks = 0;
+    lease.counted_blocks = lease.due_blocks = lease.kept_blocks = 0;
+    lease.save_failed = lease.retires = false;
     lease.opened_ns = tick_nanoseconds();
     move(lease, kMatched);
     return lease;

@@ -148,7 +148,7 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     const std::uint32_t blocks = config_.blocks_for(length);
     LeaseId keeper = 0;
     if (external_.exist()) {
-        // No transfer uses the ids behind those of shared blocks. A retired lease shares none.
+        // No transfer uses the ids behind those of shared blocks, which a retired lease drops.
         external_.drop_retiring(lease);
     } else if (blocks < lease.table.size() &&
                (lease.batches > 0 || peers_.use_behind(lease, blocks))) {
