@@ -267,7 +267,7 @@ FAMILIES = {
         2_112,
         1_056,
         ("attention",),
-        ("--dtype", "bfloat16", "--max-model-len", "4096"),
+        ("--dtype", "bfloat16", "--max-model-len", "4096", "--mamba-ssm-cache-dtype", "float32"),
         2_090,
     ),
 }
