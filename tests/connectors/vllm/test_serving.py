@@ -658,6 +658,33 @@ def test_stores_get_blocks_that_vllms_cache_keeps(make_server: MakeServer, tmp_p
     assert [second.loaded(request) for request in requests] == [40] * 5
 
 
+@pytest.mark.parametrize(("delay", "loaded"), [(60.0, 0), (0.0, 40)])
+def test_blocks_of_a_long_request_reach_the_stores_before_its_end(
+    make_server: MakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    delay: float,
+    loaded: int,
+) -> None:
+    monkeypatch.setattr("aiokv.connectors.vllm.saves._STORE_DELAY_SECONDS", delay)
+    stores = {"stores": [f"disk:{tmp_path}?bytes=64MiB"]}
+    first = make_server(stores | {"cpu_bytes_to_use": 21 * 4096}, num_blocks=65)
+    for seed in range(3):  # fill host memory
+        first.add(str(seed), prompt(seed, 41), 4)
+        first.run()
+        first.drain()
+    first.add("long", prompt(9, 41), 80)
+    for _ in range(40):
+        first.step()
+    assert "long" in first.scheduler.requests
+    first.drain()
+    first.close()
+    second = make_server(stores | {"cpu_bytes_to_use": 1 << 20, "store_wait_seconds": 60.0})
+    request = second.add("again", prompt(9, 41), 4)
+    second.run()
+    assert second.loaded(request) == loaded
+
+
 def test_vllm_counts_hits_by_their_source(
     make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
